@@ -1,0 +1,63 @@
+"""What the planner knows of a parameter: its name, its stored shape and the matrix Newton-Schulz runs on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter of a packed buffer. Numbers are in elements.
+
+    `shape` is what this rank stores. With `gtp_size` > 1 its rows are sharded over that many ranks, and the last
+    `pad_rows` rows of the gathered matrix are alignment padding, which never enters Newton-Schulz. A
+    `shared_embedding` (tied with the output head) sits alone in its bucket, in shard 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    gtp_size: int = 1
+    pad_rows: int = 0
+    shared_embedding: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements stored, which is what the buffers hold."""
+        return math.prod(self.shape)
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape Newton-Schulz sees: a matrix with its rows gathered and unpadded, anything else as stored."""
+        if len(self.shape) != 2:
+            return self.shape
+        return (self.shape[0] * self.gtp_size - self.pad_rows, self.shape[1])
+
+    @property
+    def oriented(self) -> tuple[int, ...]:
+        """`full_shape` with its last two dimensions as (smaller, larger)."""
+        return (*self.full_shape[:-2], *sorted(self.full_shape[-2:]))
+
+
+def check_specs(params: Sequence[ParamSpec]) -> None:
+    """Raise a ValueError that names the first parameter no layout can hold."""
+    seen: set[str] = set()
+    for spec in params:
+        if spec.name in seen:
+            raise ValueError(f"parameter {spec.name!r} is listed twice")
+        seen.add(spec.name)
+        if min(spec.shape, default=1) < 1:
+            raise ValueError(f"parameter {spec.name!r} of shape {spec.shape} has no elements")
+        if spec.gtp_size < 1 or spec.pad_rows < 0:
+            raise ValueError(
+                f"parameter {spec.name!r}: gtp_size {spec.gtp_size} must be at least 1 and "
+                f"pad_rows {spec.pad_rows} at least 0"
+            )
+        if spec.gtp_size > 1 or spec.pad_rows:
+            rows = spec.shape[0] * spec.gtp_size if spec.shape else 0
+            if rows <= spec.pad_rows:
+                raise ValueError(
+                    f"parameter {spec.name!r} of shape {spec.shape}: gtp_size {spec.gtp_size} and "
+                    f"pad_rows {spec.pad_rows} leave no row"
+                )
