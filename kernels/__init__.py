@@ -5,3 +5,28 @@ if __name__ != "fused_lw.kernels":
         f"import fused_lw.kernels, not {__name__!r}: the folder kernels/ is installed under fused_lw "
         "(a top-level 'kernels' would shadow another package and load every module twice)"
     )
+
+from fused_lw.kernels.coefficients import names as coefficient_names
+from fused_lw.kernels.coefficients import norm_factor, schedule
+from fused_lw.kernels.device import explain_backend, interpreting, resolve_backend, triton_available
+from fused_lw.kernels.launch import count_launches, launch
+from fused_lw.kernels.newton_schulz import NSRule, Problem, newton_schulz, orthogonalize, scratch_nbytes
+from fused_lw.kernels.products import row_stride
+
+__all__ = [
+    "NSRule",
+    "Problem",
+    "coefficient_names",
+    "count_launches",
+    "explain_backend",
+    "interpreting",
+    "launch",
+    "newton_schulz",
+    "norm_factor",
+    "orthogonalize",
+    "resolve_backend",
+    "row_stride",
+    "schedule",
+    "scratch_nbytes",
+    "triton_available",
+]

@@ -1,0 +1,119 @@
+"""The Newton-Schulz iteration, written once: it turns a batch of matrices into a program of products.
+
+Standard, per step: A = X X^T, B = bA + cA^2, X <- aX + BX.
+Gram: a segment of steps runs on R = X X^T alone, W = aI + bR + cR^2, Q <- QW, R <- (RW)W, and ends with X <- QX.
+The next segment restarts from that X, which stops the growth of what rounding put into R.
+
+Every square matrix here is a polynomial of X X^T, so the squares are symmetric and commute. Gram wants them exactly
+symmetric: what rounding makes asymmetric grows 30 times more than the rest (float32, 128 x 512).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fused_lw.kernels.coefficients import Triple
+from fused_lw.kernels.products import Arena, General, InputNorm, Stage, Symmetric
+
+Algorithm = Literal["standard", "gram"]
+
+
+def segments(schedule: tuple[Triple, ...], dtype: torch.dtype) -> list[tuple[Triple, ...]]:
+    """Cut a schedule where the Gram iteration restarts: first and later segments differ in length.
+
+    fp16 squares lose the small singular values by the third step. float32 squares do not, and later segments gain
+    from being short.
+    """
+    first, later = (2, 3) if dtype == torch.float16 else (3, 2)
+    cuts = [0, *range(first, len(schedule), later), len(schedule)]
+    return [schedule[i:j] for i, j in itertools.pairwise(cuts)]
+
+
+def square_scale(r: int, dtype: torch.dtype) -> float:
+    """Power of two that the first X X^T is stored times, to keep its entries fp16 normal numbers.
+
+    Of a normalized matrix with r similar singular values the diagonal is about 1/r and the rest far below:
+    from r = 2,000 on most of it would be subnormal. Entries never exceed 1, so r up to 2^14 is safe.
+    """
+    return 2.0 ** min(round(math.log2(r)), 14) if dtype == torch.float16 else 1.0
+
+
+def standard(
+    X: Tensor,  # [B, r, s], unnormalized; destroyed
+    norm: InputNorm,
+    schedule: tuple[Triple, ...],
+    x_dtype: torch.dtype,
+    square_dtype: torch.dtype,
+    arena: Arena,
+) -> tuple[list[Stage], Tensor]:
+    """Program of the standard iteration and the tensor that it leaves the result in (X's storage or scratch)."""
+    batch, r, s = X.shape
+    A = arena.take(batch, r, r, square_dtype)
+    B = arena.take(batch, r, r, square_dtype)
+    Y = arena.take(batch, r, s, x_dtype)
+    stages: list[Stage] = []
+    for n, (a, b, c) in enumerate(schedule):
+        first = norm if n == 0 else None
+        g = square_scale(r, square_dtype) if n == 0 else 1.0
+        if c == 0.0:
+            # No square is needed, so X X^T itself is what multiplies X, and takes its dtype.
+            L, alpha = A.view(X.dtype), b
+            stages.append((Symmetric(X, X, L, norm=first),))
+        else:
+            L, alpha = B.view(X.dtype), 1.0
+            stages.append((Symmetric(X, X, A, alpha=g, norm=first),))
+            stages.append((Symmetric(A, A, L, alpha=c / g**2, C=A, beta=b / g),))
+        stages.append((General(L, X, Y, alpha=alpha, beta=a, norm=first),))
+        X, Y = Y, X.view(x_dtype)
+    return stages, X
+
+
+def gram(
+    X: Tensor,  # [B, r, s], unnormalized; destroyed
+    norm: InputNorm,
+    schedule: tuple[Triple, ...],
+    x_dtype: torch.dtype,
+    square_dtype: torch.dtype,
+    arena: Arena,
+) -> tuple[list[Stage], Tensor]:
+    """Program of the Gram iteration and the tensor that it leaves the result in (X's storage or scratch)."""
+    batch, r, s = X.shape
+    R, T, *free = (arena.take(batch, r, r, square_dtype) for _ in range(5))
+    Y = arena.take(batch, r, s, x_dtype)
+    stages: list[Stage] = []
+    first: InputNorm | None = norm
+    for segment in segments(schedule, square_dtype):
+        g = square_scale(r, square_dtype) if first is not None else 1.0
+        stages.append((Symmetric(X, X, R, alpha=g, norm=first, exact=True),))
+        Q: Tensor | None = None
+        for n, (a, b, c) in enumerate(segment):
+            last = n == len(segment) - 1
+            # The segment's last factor multiplies X, so it takes X's dtype; the others stay in the squares'.
+            to_q = X.dtype if last else square_dtype
+            W = free.pop().view(to_q if Q is None else square_dtype)
+            stages.append((Symmetric(R, R, W, alpha=c / g**2, C=R, beta=b / g, gamma=a, exact=True),))
+            products = [] if last else [Symmetric(R, W, T, exact=True)]
+            if Q is None:
+                Q = W
+            else:
+                QW = free.pop().view(to_q)
+                products.append(Symmetric(Q, W, QW, exact=True))
+                free.append(Q)
+                Q = QW
+            if products:
+                stages.append(tuple(products))
+            if not last:
+                stages.append((Symmetric(T, W, R, exact=True),))
+            if W is not Q:
+                free.append(W)
+        assert Q is not None, "a segment has at least one step"
+        stages.append((General(Q, X, Y, norm=first),))
+        free.append(Q)
+        X, Y = Y, X.view(x_dtype)
+        first = None
+    return stages, X

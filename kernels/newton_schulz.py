@@ -1,0 +1,351 @@
+"""Newton-Schulz orthogonalization of batches of matrices: the rule, the batched call, and the function for users.
+
+Letters: B matrices of one shape, r rows, s columns (r <= s after orientation).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fused_lw.kernels import coefficients as _coefficients
+from fused_lw.kernels import reference
+from fused_lw.kernels.coefficients import Coefficients, Triple
+from fused_lw.kernels.device import Backend, ResolvedBackend, resolve_backend
+from fused_lw.kernels.iteration import Algorithm, gram, standard
+from fused_lw.kernels.products import Arena, InputNorm, Stage, Symmetric, row_stride
+
+Precision = Literal["fp32", "bf16", "fp16", "mixed"]
+
+ALGORITHMS = ("auto", "standard", "gram")
+
+# precision -> dtype of the input X, of every later X, of the squares of the standard and of the Gram iteration.
+# Gram in bf16 is unusable (errors above 1 on decaying spectra), so its squares are fp16 even there.
+_DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]] = {
+    "fp32": (torch.float32, torch.float32, torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16),
+    "fp16": (torch.float16, torch.float16, torch.float16, torch.float16),
+    "mixed": (torch.bfloat16, torch.float16, torch.float16, torch.float16),
+}
+
+# Gram's fp16 squares are as accurate as the standard iteration from this s/r on.
+GRAM_MIN_RATIO = 2.0
+# What a blocked symmetric product takes of a whole one on a CPU (measured at r = 768 to 1,536).
+BLOCKED_TRIANGLE = 0.8
+# Gram on the torch backend has to save a quarter of the work.
+TORCH_GRAM_WORTH = 0.75
+# The torch backend works through a batch in chunks of about this size, which stay in a CPU's cache.
+TORCH_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class NSRule:
+    """How to orthogonalize; matrices that share an oriented shape and a rule run as one batch.
+
+    Attributes:
+        schedule: one (a, b, c) per step (`coefficients.schedule`).
+        eps: bounds the norm that X is divided by.
+        eps_rule: "clamp" divides by max(‖X‖, eps) as torch.optim.Muon does, "add" by ‖X‖ + eps as KellerJordan's.
+        norm_factor: multiplies ‖X‖ (Frobenius) first.
+        algorithm: "standard", "gram", or "auto": whichever does less work and is as accurate.
+        precision: "mixed" takes X in bf16 and computes in fp16; "fp16" wants X scaled near 1 (`Problem.scale`).
+    """
+
+    schedule: tuple[Triple, ...]
+    eps: float = 1e-7
+    eps_rule: Literal["clamp", "add"] = "clamp"
+    norm_factor: float = 1.0
+    algorithm: Literal["auto", "standard", "gram"] = "auto"
+    precision: Precision = "fp32"
+
+    def __post_init__(self) -> None:
+        if not self.schedule:
+            raise ValueError("schedule is empty: an NSRule needs at least one (a, b, c)")
+        if self.eps_rule not in ("clamp", "add"):
+            raise ValueError(f"eps_rule must be 'clamp' or 'add'; got {self.eps_rule!r}")
+        if not self.eps >= 0:
+            raise ValueError(f"eps must be at least 0; got {self.eps}")
+        if not self.norm_factor > 0:
+            raise ValueError(f"norm_factor must be positive; got {self.norm_factor}")
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {self.algorithm!r}")
+        if self.precision not in _DTYPES:
+            raise ValueError(f"precision must be one of {', '.join(_DTYPES)}; got {self.precision!r}")
+
+    @property
+    def workspace_dtype(self) -> torch.dtype:
+        """The dtype that copy-in writes X in."""
+        return _DTYPES[self.precision][0]
+
+    def resolve_algorithm(self, r: int, s: int, backend: ResolvedBackend) -> Algorithm:
+        """The algorithm that runs for r x s matrices; it depends on nothing else, so neither do a matrix's bits."""
+        return self.algorithm if self.algorithm != "auto" else _cheaper_algorithm(r, s, self, backend)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """A batch of matrices of one shape, as copy-in leaves them."""
+
+    X: Tensor  # [B, r, s] r <= s, rows `row_stride(s, dtype)` apart, unnormalized, workspace dtype; destroyed
+    sq_norm: Tensor  # [B] fp32, sum of squares of the true matrix
+    scale: Tensor | None = None  # [B] fp32, power of two that X was multiplied by when stored; None means 1
+
+
+def _program(
+    X: Tensor, norm: InputNorm, rule: NSRule, algorithm: Algorithm, arena: Arena
+) -> tuple[list[Stage], Tensor]:
+    """The stages that orthogonalize X, and the tensor that holds the result after them."""
+    _, x_dtype, standard_dtype, gram_dtype = _DTYPES[rule.precision]
+    if algorithm == "gram":
+        return gram(X, norm, rule.schedule, x_dtype, gram_dtype, arena)
+    return standard(X, norm, rule.schedule, x_dtype, standard_dtype, arena)
+
+
+def _meta_program(shape: tuple[int, int, int], rule: NSRule, algorithm: Algorithm) -> tuple[list[Stage], Arena]:
+    """The program for a shape, built on tensors without storage: to count its work or its scratch."""
+    batch, r, s = shape
+    dtype = rule.workspace_dtype
+    X = torch.empty(batch, r, row_stride(s, dtype), dtype=dtype, device="meta")[..., :s]
+    norm = InputNorm(torch.empty(batch, device="meta"), None, rule.eps, rule.eps_rule, rule.norm_factor)
+    arena = Arena(None)
+    return _program(X, norm, rule, algorithm, arena)[0], arena
+
+
+@functools.lru_cache(maxsize=1024)
+def _cheaper_algorithm(r: int, s: int, rule: NSRule, backend: ResolvedBackend) -> Algorithm:
+    if rule.precision != "fp32" and s < GRAM_MIN_RATIO * r:
+        return "standard"
+    # The Triton kernels compute one triangle of a square, torch whole ones or, in blocks, little more than half.
+    if backend == "triton":
+        triangle = 0.5
+    else:
+        triangle = 1.0 if r < reference.BLOCKED_MIN_ROWS else BLOCKED_TRIANGLE
+
+    def flops(algorithm: Algorithm) -> float:
+        stages, _ = _meta_program((1, r, s), rule, algorithm)
+        return sum(
+            triangle * 2.0 * r * r * p.P.shape[-1] if isinstance(p, Symmetric) else 2.0 * r * r * s
+            for stage in stages
+            for p in stage
+        )
+
+    # On a CPU its many small products need to save something before they pay.
+    worth = 1.0 if backend == "triton" else TORCH_GRAM_WORTH
+    return "gram" if flops("gram") < worth * flops("standard") else "standard"
+
+
+def scratch_nbytes(shapes: Sequence[tuple[int, int, int]], rule: NSRule, *, backend: ResolvedBackend) -> int:
+    """Bytes of scratch that `orthogonalize` needs for problems of these shapes (B, r, s).
+
+    The torch backend works on one chunk of one problem at a time, so it needs the largest; the Triton backend
+    works on all problems at once and needs the sum.
+    """
+    if backend == "torch":
+        sizes = [_arena_nbytes((_torch_chunk(shape, rule), *shape[1:]), rule, backend) for shape in shapes]
+        return max(sizes, default=0)
+    return sum(_arena_nbytes(shape, rule, backend) for shape in shapes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _arena_nbytes(shape: tuple[int, int, int], rule: NSRule, backend: ResolvedBackend) -> int:
+    return _meta_program(shape, rule, rule.resolve_algorithm(shape[1], shape[2], backend))[1].nbytes
+
+
+@functools.lru_cache(maxsize=4096)
+def _torch_chunk(shape: tuple[int, int, int], rule: NSRule) -> int:
+    batch, r, s = shape
+    one = (
+        _arena_nbytes((1, r, s), rule, "torch")
+        + r * row_stride(s, rule.workspace_dtype) * rule.workspace_dtype.itemsize
+    )
+    return max(1, min(batch, TORCH_CHUNK_BYTES // one))
+
+
+def orthogonalize(
+    problems: Sequence[Problem],
+    rule: NSRule,
+    *,
+    backend: ResolvedBackend,
+    scratch: Tensor,  # [n] uint8, n >= scratch_nbytes(shapes, rule, backend=backend), 256-byte aligned
+) -> list[Tensor]:
+    """Run the Newton-Schulz iteration on every problem.
+
+    Returns one [B, r, s] tensor a problem, in the dtype that the rule computes X in, lying in the problem's X or
+    in scratch; X is destroyed. Temporaries lie in scratch (torch adds a few the size of one chunk's squares).
+    A matrix's result does not depend on which others are in the call.
+
+    Raises:
+        ValueError: an X of the wrong dtype or layout, or too little scratch.
+    """
+    shapes = [_check_problem(i, problem, rule) for i, problem in enumerate(problems)]
+    needed = scratch_nbytes(shapes, rule, backend=backend)
+    if scratch.dtype != torch.uint8 or scratch.ndim != 1 or scratch.numel() < needed:
+        raise ValueError(
+            f"scratch must be a 1-D uint8 tensor of at least {needed} bytes; got {scratch.dtype} {tuple(scratch.shape)}"
+        )
+    if backend == "torch":
+        for problem, shape in zip(problems, shapes, strict=True):
+            _orthogonalize_torch(problem, shape, rule, scratch)
+        x_dtype = _DTYPES[rule.precision][1]
+        return [problem.X.view(x_dtype) for problem in problems]
+    # Imported here: these modules need Triton, which is not everywhere.
+    from fused_lw.kernels.triton_backend import run_programs
+
+    arena = Arena(scratch)
+    programs, results = [], []
+    for problem, (_, r, s) in zip(problems, shapes, strict=True):
+        algorithm = rule.resolve_algorithm(r, s, backend)
+        stages, result = _program(problem.X, _input_norm(problem, rule), rule, algorithm, arena)
+        programs.append(stages)
+        results.append(result)
+    run_programs(programs)
+    return results
+
+
+def _input_norm(problem: Problem, rule: NSRule, chunk: slice = slice(None)) -> InputNorm:
+    scale = None if problem.scale is None else problem.scale[chunk]
+    return InputNorm(problem.sq_norm[chunk], scale, rule.eps, rule.eps_rule, rule.norm_factor)
+
+
+def _orthogonalize_torch(problem: Problem, shape: tuple[int, int, int], rule: NSRule, scratch: Tensor) -> None:
+    """Leaves the result in problem.X: the chunks share scratch."""
+    batch, r, s = shape
+    algorithm = rule.resolve_algorithm(r, s, "torch")
+    size = _torch_chunk(shape, rule)
+    for start in range(0, batch, size):
+        chunk = slice(start, min(start + size, batch))
+        X = problem.X[chunk]
+        stages, result = _program(X, _input_norm(problem, rule, chunk), rule, algorithm, Arena(scratch))
+        for stage in stages:
+            for product in stage:
+                reference.run(product)
+        if result.data_ptr() != X.data_ptr():
+            X.view(result.dtype).copy_(result)
+
+
+def _check_problem(i: int, problem: Problem, rule: NSRule) -> tuple[int, int, int]:
+    X = problem.X
+    if X.ndim != 3 or 0 in X.shape or X.shape[1] > X.shape[2]:
+        raise ValueError(f"problems[{i}].X must be [B, r, s] with r <= s and not empty; got {tuple(X.shape)}")
+    if X.dtype != rule.workspace_dtype:
+        raise ValueError(f"problems[{i}].X must be {rule.workspace_dtype} for {rule.precision!r}; got {X.dtype}")
+    batch, r, s = X.shape
+    stride = row_stride(s, X.dtype)
+    if X.stride(2) != 1 or X.stride(1) != stride or (batch > 1 and X.stride(0) != r * stride):
+        raise ValueError(
+            f"problems[{i}].X must have strides {(r * stride, stride, 1)}, rows padded to 16 bytes; got {X.stride()}"
+        )
+    for name, vector in (("sq_norm", problem.sq_norm), ("scale", problem.scale)):
+        if vector is not None and (vector.shape != (batch,) or vector.dtype != torch.float32):
+            raise ValueError(
+                f"problems[{i}].{name} must be float32 of shape ({batch},); got {vector.dtype} {tuple(vector.shape)}"
+            )
+    return batch, r, s
+
+
+def newton_schulz(
+    X: Tensor,  # [..., M, N] floating point, any strides
+    *,
+    coefficients: Coefficients = "jordan",
+    steps: int = 5,
+    eps: float = 1e-7,
+    algorithm: Literal["auto", "standard", "gram"] = "auto",
+    dtype: torch.dtype | Literal["mixed"] | None = None,
+    backend: Backend = "auto",
+    out: Tensor | None = None,  # [..., M, N] floating point, any strides; may be X
+) -> Tensor:
+    """Orthogonalize every matrix of X by a Newton-Schulz iteration: U V^T of its SVD, roughly, for Muon.
+
+    Args:
+        X: matrices of any size, batched over the leading dimensions.
+        coefficients: a schedule's name (`coefficients.names()`), one (a, b, c), or one triple per step.
+        steps: number of steps.
+        eps: X is divided by max(‖X‖, eps), Frobenius.
+        algorithm: "standard", "gram" (works on X X^T only, cheaper on long matrices), or "auto".
+        dtype: what to compute in: float32, float16, bfloat16, or "mixed" (input rounded to bf16, the rest fp16).
+            None is "mixed" on the Triton backend and float32 on torch's.
+        backend: "triton", "torch", or "auto" (`device.resolve_backend`).
+        out: where to put the result.
+
+    Returns:
+        A tensor of X's shape and dtype (or `out`). A zero matrix gives zeros; Inf or NaN fill their own matrix only.
+
+    Raises:
+        TypeError: X or out is complex or an integer tensor.
+        ValueError: X is empty or has fewer than two dimensions, `out` does not fit, a bad schedule or option.
+
+    Source: Keller Jordan et al., "Muon: an optimizer for hidden layers", 2024; Gram form: gram-newton-schulz.
+    """
+    _check_matrix("X", X)
+    if out is None:
+        out = torch.empty_like(X)
+    else:
+        _check_matrix("out", out)
+        if out.shape != X.shape or out.device != X.device:
+            raise ValueError(
+                f"out must be like X, {tuple(X.shape)} on {X.device}; got {tuple(out.shape)} on {out.device}"
+            )
+    chosen = resolve_backend(backend, X.device)
+    rule = NSRule(
+        schedule=_coefficients.schedule(coefficients, steps),
+        eps=eps,
+        norm_factor=_coefficients.norm_factor(coefficients),
+        algorithm=algorithm,
+        precision=_precision(dtype, chosen),
+    )
+    matrices = X.detach().reshape(-1, *X.shape[-2:])
+    tall = X.shape[-2] > X.shape[-1]
+    problem = _pack(matrices.mT if tall else matrices, rule)
+    batch, r, s = problem.X.shape
+    nbytes = scratch_nbytes([(batch, r, s)], rule, backend=chosen)
+    scratch = torch.empty(nbytes, dtype=torch.uint8, device=X.device)
+    (result,) = orthogonalize([problem], rule, backend=chosen, scratch=scratch)
+    out.detach().copy_((result.mT if tall else result).reshape(X.shape))
+    return out
+
+
+def _precision(dtype: torch.dtype | str | None, backend: ResolvedBackend) -> Precision:
+    by_name: dict[torch.dtype | str, Precision] = {
+        torch.float32: "fp32",
+        torch.float16: "fp16",
+        torch.bfloat16: "bf16",
+        "mixed": "mixed",
+    }
+    if dtype is None:
+        return "mixed" if backend == "triton" else "fp32"
+    if dtype not in by_name:
+        raise ValueError(f"dtype must be torch.float32, float16, bfloat16, 'mixed' or None; got {dtype!r}")
+    return by_name[dtype]
+
+
+def _pack(
+    matrices: Tensor,  # [B, r, s] any strides
+    rule: NSRule,
+) -> Problem:
+    """What copy-in does in the optimizer: pad the rows, cast, and take the norms in a fixed order."""
+    batch, r, s = matrices.shape
+    dtype = rule.workspace_dtype
+    X = torch.empty(batch, r, row_stride(s, dtype), dtype=dtype, device=matrices.device)[..., :s]
+    # One reduction a matrix: reducing a batch at once may sum in an order that depends on the batch.
+    sq_norm = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float32) for m in matrices]).square()
+    if rule.precision != "fp16":
+        X.copy_(matrices)
+        return Problem(X, sq_norm)
+    # 2^-exponent of ‖X‖: entries then are as large as fp16 allows without the first product leaving its range.
+    scale = torch.exp2(-torch.frexp(sq_norm.sqrt()).exponent.float())
+    X.copy_(matrices * scale[:, None, None])
+    return Problem(X, sq_norm, scale)
+
+
+def _check_matrix(name: str, X: Tensor) -> None:
+    if not X.is_floating_point():
+        raise TypeError(f"{name} must be a real floating point tensor; got {X.dtype}")
+    if X.ndim < 2:
+        raise ValueError(f"{name} must be [..., M, N]; got shape {tuple(X.shape)}")
+    if X.numel() == 0:
+        raise ValueError(f"{name} is empty: shape {tuple(X.shape)}")
