@@ -10,17 +10,18 @@ import statistics
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 the name everybody uses
 
-from fused_lw.kernels.device import explain_backend, resolve_backend
+from fused_lw.kernels.device import explain_backend
 from fused_lw.muon import Muon
 from fused_lw.plain import PlainMuon
 
@@ -151,7 +152,6 @@ class Run:
         return [p.detach() for group in self.muon.param_groups for p in group["params"]]
 
 
-@dataclass
 class Comparison:
     """`torch.optim.Muon` and `fused_lw.Muon` from one start on the same batches.
 
@@ -159,41 +159,50 @@ class Comparison:
     rule computed plainly in float32. Ours must stay nearer to it than torch's own bf16 run does.
     """
 
-    torch_run: Run
-    ours: Run
-    exact: Run
-    allowed: float  # share of torch's distance
-    steps: int = field(default=0)
-
-    @classmethod
-    def start(cls, device: torch.device, seed: int) -> Comparison:
-        def fresh(muon_class: Callable[..., torch.optim.Optimizer]) -> Run:
-            torch.manual_seed(seed)
-            return Run(ByteGPT().to(device), muon_class)
-
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.torch_run, self.ours, self.exact = self.runs = tuple(
+            self._fresh(muon_class, device, seed) for muon_class in (torch.optim.Muon, Muon, PlainMuon)
+        )
         # On a GPU ours rounds its input to bf16 too; on a CPU everything is float32.
-        allowed = 1.0 if device.type == "cuda" else 0.1
-        return cls(fresh(torch.optim.Muon), fresh(Muon), fresh(PlainMuon), allowed)
+        self.allowed = 1.0 if device.type == "cuda" else 0.1
+        self.steps = 0
+
+    @staticmethod
+    def _fresh(muon_class: Callable[..., torch.optim.Optimizer], device: torch.device, seed: int) -> Run:
+        torch.manual_seed(seed)
+        return Run(ByteGPT().to(device), muon_class)
 
     def step(self, windows: Tensor) -> None:
-        for run in (self.torch_run, self.ours, self.exact):
+        for run in self.runs:
             run.step(windows)
         self.steps += 1
 
-    @property
-    def agrees(self) -> bool:
-        return self.ours.distance(self.exact) <= self.allowed * self.torch_run.distance(self.exact)
+    def outcome(self) -> Outcome:
+        losses = [run.losses[: self.steps] for run in self.runs]
+        seconds = zip(self.torch_run.muon_seconds, self.ours.muon_seconds, strict=True)
+        ratios = [torch_seconds / ours_seconds for torch_seconds, ours_seconds in seconds]
+        torch_distance, ours_distance = (run.distance(self.exact) for run in (self.torch_run, self.ours))
+        return Outcome(
+            losses=losses,
+            step_ms=[statistics.median(run.muon_seconds) * 1e3 for run in self.runs],
+            speedup=statistics.median(ratios[1:] or ratios),
+            loss_difference=max(abs(a - b) for a, b in zip(losses[0], losses[1], strict=True)),
+            weight_difference=self.ours.distance(self.torch_run),
+            distances=[torch_distance, ours_distance],
+            agree=ours_distance <= self.allowed * torch_distance,
+        )
 
-    @property
-    def loss_difference(self) -> float:
-        pairs = zip(self.torch_run.losses, self.ours.losses, strict=True)
-        return max(abs(a - b) for a, b in pairs)
 
-    @property
-    def speedup(self) -> float:
-        """Median ratio of paired step times, without the first step, which allocates."""
-        pairs = list(zip(self.torch_run.muon_seconds, self.ours.muon_seconds, strict=True))
-        return statistics.median(a / b for a, b in pairs[1:] or pairs)
+class Outcome(NamedTuple):
+    """What the comparison found. Lists are in the order torch, ours, float32."""
+
+    losses: list[list[float]]
+    step_ms: list[float]  # median of the optimizer step
+    speedup: float  # median ratio of paired step times, without the first step, which allocates
+    loss_difference: float  # largest, torch to ours
+    weight_difference: float  # relative, torch to ours
+    distances: list[float]  # relative distance of the weights to the float32 run
+    agree: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -205,63 +214,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console()
+    console = Console(highlight=False)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     text = Text.read(device)
     batches = text.batches(args.seed)
-    resolved = resolve_backend("auto", device)
+    comparison = Comparison(device, args.seed)
+    ours = comparison.ours
+    size = sum(p.numel() for p in ours.model.parameters())
+    console.print(f"model: byte-level GPT, {size / 1e6:.1f} M parameters, on {device}")
     console.print(f"text: {(len(text.train) + len(text.validation)) / 1e6:.1f} MB of the standard library's source")
-    console.print(f"backend: {explain_backend(device)}", highlight=False)
+    console.print(f"backend: {explain_backend(device)}")
 
-    comparison = Comparison.start(device, args.seed)
-    size = sum(p.numel() for p in comparison.ours.model.parameters())
-    console.print(f"model: byte-level GPT, {size / 1e6:.1f} M parameters on {device}")
-    validation: list[tuple[int, float]] = [(0, text.validate(comparison.ours.model))]
+    validation: list[tuple[int, float]] = [(0, text.validate(ours.model))]
     _compare(comparison, batches, args.compare_seconds, console)
-    _print_comparison(comparison, resolved, console)
-
-    compared = comparison.steps
-    _train(comparison.ours, text, batches, args.train_seconds, validation, console)
+    outcome = comparison.outcome()
+    _print_outcome(outcome, comparison.allowed, console)
+    _train(ours, text, batches, args.train_seconds, validation, console)
     first, last = validation[0][1], validation[-1][1]
-    fell = last < FALL * first
     console.print(
-        f"validation loss: {first:.3f} -> {last:.3f} nats per byte in {len(comparison.ours.losses)} steps "
+        f"validation loss: {first:.3f} -> {last:.3f} nats per byte in {len(ours.losses)} steps "
         f"({last / math.log(2):.2f} bits per byte)"
     )
-    _write_csv(args.out / "loss.csv", comparison, validation)
-    _write_png(args.out / "loss.png", comparison, compared, validation, console)
-    console.print(f"wrote {args.out / 'loss.csv'}")
-    if not comparison.agrees:
+    args.out.mkdir(parents=True, exist_ok=True)
+    _write_csv(args.out / "loss.csv", outcome, ours.losses, validation, console)
+    _write_png(args.out / "loss.png", outcome, ours.losses, validation, console)
+    fell = last < FALL * first
+    if not outcome.agree:
         console.print("[red]the two optimizers disagree beyond rounding")
     if not fell:
         console.print(f"[red]the validation loss did not fall below {FALL:.0%} of its start")
-    return 0 if comparison.agrees and fell else 1
+    return 0 if outcome.agree and fell else 1
 
 
 def _compare(comparison: Comparison, batches: Iterator[Tensor], seconds: float, console: Console) -> None:
     start = time.perf_counter()
     with _progress(console) as progress:
-        task = progress.add_task("comparing", total=None, note="")
+        task = progress.add_task("comparing", total=seconds, note="")
         while comparison.steps == 0 or _time_for_one_more(start, seconds, comparison.steps):
             comparison.step(next(batches))
-            progress.update(task, advance=1, note=f"loss {comparison.ours.losses[-1]:.3f}")
+            elapsed = min(seconds, time.perf_counter() - start)
+            progress.update(
+                task, completed=elapsed, note=f"step {comparison.steps}, loss {comparison.ours.losses[-1]:.3f}"
+            )
+        progress.update(task, completed=seconds)
 
 
-def _print_comparison(comparison: Comparison, backend: str, console: Console) -> None:
-    ours, torch_run, exact = comparison.ours, comparison.torch_run, comparison.exact
-    table = Table(title=f"{comparison.steps} steps from one start on the same batches")
-    for heading in ("", "torch.optim.Muon", f"fused_lw.Muon ({backend})", "torch's rule in float32"):
-        table.add_column(heading, justify="right" if heading else "left")
-    runs = (torch_run, ours, exact)
-    table.add_row("last training loss", *(f"{run.losses[-1]:.5f}" for run in runs))
-    table.add_row("optimizer step, median ms", *(f"{statistics.median(r.muon_seconds) * 1e3:.1f}" for r in runs))
-    table.add_row("weights' relative distance to float32", *(f"{run.distance(exact):.1e}" for run in runs[:2]), "")
+def _print_outcome(outcome: Outcome, allowed: float, console: Console) -> None:
+    table = Table(title=f"{len(outcome.losses[0])} steps from one start on the same batches")
+    table.add_column("optimizer")
+    for heading in ("last loss", "optimizer step, ms", "weights' distance to float32"):
+        table.add_column(heading, justify="right")
+    names = ("torch.optim.Muon", "fused_lw.Muon", "torch's rule in float32")
+    distances = (*(f"{distance:.1e}" for distance in outcome.distances), "")
+    for name, losses, ms, distance in zip(names, outcome.losses, outcome.step_ms, distances, strict=True):
+        table.add_row(name, f"{losses[-1]:.5f}", f"{ms:.1f}", distance)
     console.print(table)
-    console.print(f"largest difference of losses, torch to ours: {comparison.loss_difference:.2e}")
-    console.print(f"relative difference of weights, torch to ours: {ours.distance(torch_run):.2e}")
-    console.print(f"optimizer step: {comparison.speedup:.2f} times as fast as torch.optim.Muon")
-    verdict = "[green]agree within rounding" if comparison.agrees else "[red]disagree beyond rounding"
-    console.print(f"the two {verdict}[/] (allowed: {comparison.allowed:g} of torch's own distance to float32)")
+    console.print(f"torch to ours, largest difference of losses: {outcome.loss_difference:.1e}")
+    console.print(f"torch to ours, relative difference of weights: {outcome.weight_difference:.1e}")
+    console.print(f"torch to ours, ratio of optimizer-step times: {outcome.speedup:.2f}")
+    verdict = "[green]agree within rounding[/]" if outcome.agree else "[red]disagree beyond rounding[/]"
+    console.print(f"the two {verdict} (ours may be {allowed:g} times as far from float32 as torch's bf16 run is)")
 
 
 def _train(
@@ -296,28 +308,30 @@ def _train(
             out_of_time = time.perf_counter() - start > 1.3 * seconds
             if step % every == 0 or step == steps or out_of_time:
                 validation.append((len(run.losses), text.validate(run.model)))
-            progress.update(task, advance=1, note=f"validation loss {validation[-1][1]:.3f}")
+            progress.update(task, advance=1, note=f"step {step} of {steps}, validation loss {validation[-1][1]:.3f}")
             if out_of_time:
                 break
 
 
-def _write_csv(path: Path, comparison: Comparison, validation: list[tuple[int, float]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _write_csv(
+    path: Path, outcome: Outcome, losses: list[float], validation: list[tuple[int, float]], console: Console
+) -> None:
     columns = {
-        "torch_loss": dict(enumerate(comparison.torch_run.losses, 1)),
-        "fused_lw_loss": dict(enumerate(comparison.ours.losses, 1)),
-        "float32_loss": dict(enumerate(comparison.exact.losses, 1)),
+        "torch_loss": dict(enumerate(outcome.losses[0], 1)),
+        "fused_lw_loss": dict(enumerate(losses, 1)),
+        "float32_loss": dict(enumerate(outcome.losses[2], 1)),
         "validation_loss": dict(validation),
     }
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *columns])
-        for step in range(len(comparison.ours.losses) + 1):
+        for step in range(len(losses) + 1):
             writer.writerow([step, *(column.get(step, "") for column in columns.values())])
+    console.print(f"wrote {path}")
 
 
 def _write_png(
-    path: Path, comparison: Comparison, compared: int, validation: list[tuple[int, float]], console: Console
+    path: Path, outcome: Outcome, losses: list[float], validation: list[tuple[int, float]], console: Console
 ) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no loss.png: matplotlib is missing (pip install 'fused-lw[plot]')")
@@ -326,11 +340,12 @@ def _write_png(
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
+    compared = len(outcome.losses[0])
     steps = range(1, compared + 1)
-    left.plot(steps, comparison.torch_run.losses, label="torch.optim.Muon (bf16 iteration)", linewidth=3, alpha=0.4)
-    left.plot(steps, comparison.ours.losses[:compared], label="fused_lw.Muon", linewidth=1)
-    left.set_title(f"same start, same batches: optimizer step {comparison.speedup:.1f}× as fast")
-    right.plot(range(1, len(comparison.ours.losses) + 1), comparison.ours.losses, alpha=0.4, label="training")
+    left.plot(steps, outcome.losses[0], label="torch.optim.Muon (bf16 iteration)", linewidth=4, alpha=0.4)
+    left.plot(steps, outcome.losses[1], label="fused_lw.Muon", linewidth=1, marker=".")
+    left.set_title(f"same start, same batches: step times {outcome.speedup:.1f} : 1")
+    right.plot(range(1, len(losses) + 1), losses, alpha=0.4, label="training")
     right.plot(*zip(*validation, strict=True), marker="o", label="validation")
     right.axvline(compared, color="grey", linestyle=":", label="comparison ends")
     right.set_title("trained on with fused_lw.Muon")
@@ -348,7 +363,7 @@ def _time_for_one_more(start: float, seconds: float, done: int) -> bool:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     return Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
 
 

@@ -21,10 +21,9 @@ from fused_lw.kernels import pack_reference
 from fused_lw.kernels.device import Backend, ResolvedBackend, resolve_backend
 from fused_lw.kernels.newton_schulz import NSRule, Problem, orthogonalize, scratch_nbytes
 from fused_lw.kernels.pack_reference import PackedGroup, PackedMatrix
-from fused_lw.kernels.products import row_stride
+from fused_lw.kernels.products import Arena
 from fused_lw.matrices import Block, MatrixView
 
-ALIGNMENT = 256  # bytes: where each packed batch starts in the scratch memory
 DEFAULT_CPU_SCRATCH = 1 << 30
 DEFAULT_GPU_SCRATCH_SHARE = 16  # of the device's memory
 
@@ -135,31 +134,23 @@ def _update_chunk(
 ) -> None:
     batches = tuple((len(same), *_oriented(same[0][1])) for same in members)
     memory = scratch.get(hyper.device, _scratch_nbytes(batches, ns, backend))
-    groups = []
-    for same, batch in zip(members, batches, strict=True):
-        nbytes = _workspace_nbytes(batch, ns)
-        groups.append(_packed_group(same, rules, batch, ns, memory[:nbytes]))
-        memory = memory[nbytes:]
+    arena = Arena(memory)
+    groups = [
+        _packed_group(same, rules, arena.take(*batch, ns.workspace_dtype))
+        for same, batch in zip(members, batches, strict=True)
+    ]
     pack = _pack_module(backend)
     pack.copy_in(groups)
     problems = [Problem(group.workspace, group.sq_norm, group.scale) for group in groups]
-    factors = orthogonalize(problems, ns, backend=backend, scratch=memory)
+    factors = orthogonalize(problems, ns, backend=backend, scratch=memory[arena.nbytes :])
     pack.copy_out(groups, factors, hyper)
 
 
 def _packed_group(
     same: Sequence[tuple[Work, Block]],
     rules: Sequence[UpdateRule],
-    batch: Batch,
-    ns: NSRule,
-    memory: Tensor,  # uint8
+    workspace: Tensor,  # [B, r, s]
 ) -> PackedGroup:
-    count, r, s = batch
-    dtype = ns.workspace_dtype
-    stride = row_stride(s, dtype)
-    workspace = memory.view(dtype).as_strided(
-        (count, r, s), (r * stride, stride, 1), memory.storage_offset() // dtype.itemsize
-    )
     matrices = []
     for item, block in same:
         rule = rules[item.group]
@@ -177,8 +168,8 @@ def _packed_group(
                 item.group,
             )
         )
-    norms = torch.empty(2, count, dtype=torch.float32, device=memory.device)
-    return PackedGroup(matrices, workspace, norms[0], norms[1] if dtype == torch.float16 else None)
+    norms = torch.empty(2, len(matrices), dtype=torch.float32, device=workspace.device)
+    return PackedGroup(matrices, workspace, norms[0], norms[1] if workspace.dtype == torch.float16 else None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -229,14 +220,10 @@ def default_scratch_bytes(device: torch.device) -> int:
 
 
 def _scratch_nbytes(batches: Sequence[Batch], ns: NSRule, backend: ResolvedBackend) -> int:
-    workspaces = sum(_workspace_nbytes(batch, ns) for batch in batches)
-    return workspaces + scratch_nbytes(batches, ns, backend=backend)
-
-
-def _workspace_nbytes(batch: Batch, ns: NSRule) -> int:
-    count, r, s = batch
-    nbytes = count * r * row_stride(s, ns.workspace_dtype) * ns.workspace_dtype.itemsize
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    workspaces = Arena(None)
+    for batch in batches:
+        workspaces.take(*batch, ns.workspace_dtype)
+    return workspaces.nbytes + scratch_nbytes(batches, ns, backend=backend)
 
 
 def _oriented(block: Block) -> Shape:
