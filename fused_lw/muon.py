@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from fused_lw.kernels.coefficients import Coefficients, norm_factor, schedule
-from fused_lw.kernels.device import BACKENDS, Backend, resolve_backend
-from fused_lw.kernels.newton_schulz import NSRule
-from fused_lw.matrices import HigherDims, MatrixView, view_as_matrices
-from fused_lw.update import Scratch, UpdateRule, Work, check_scratch, update
+from fused_lw.kernels.device import BACKENDS, Backend
+from fused_lw.kernels.newton_schulz import ALGORITHMS, NSRule, Precision
+from fused_lw.matrices import HigherDims
+from fused_lw.step import check_param, step_groups
+from fused_lw.update import MatrixRule, Scratch
 
-Precision = Literal["fp32", "bf16", "fp16", "mixed"]
 Algorithm = Literal["auto", "standard", "gram"]
 
 
@@ -41,12 +41,11 @@ SCALES: dict[str | None, Callable[[int, int], float]] = {
 _CHOICES: dict[str, Sequence[Any]] = {
     "adjust_lr_fn": tuple(SCALES),
     "backend": BACKENDS,
-    "algorithm": ("auto", "standard", "gram"),
+    "algorithm": ALGORITHMS,
     "precision": (None, "fp32", "bf16", "fp16", "mixed"),
     "higher_dims": ("auto", "batch", "flatten"),
     "momentum_dtype": (None, torch.float32, torch.bfloat16, torch.float16),
 }
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Muon(Optimizer):
@@ -141,6 +140,7 @@ class Muon(Optimizer):
                 raise ValueError(f"unknown option {key!r} of a parameter group: is {meant[0]!r} meant?")
         group = {**self.defaults, **param_group}
         _check_options(group)
+        rule = _rule(group)
         params = group["params"]
         if not isinstance(params, Tensor):
             params = list(params)
@@ -149,7 +149,7 @@ class Muon(Optimizer):
             name, param = entry if isinstance(entry, tuple) else (None, entry)
             if not isinstance(param, Tensor):
                 raise TypeError(f"Muon takes tensors, not {type(param).__name__}")
-            _check_param(name or f"parameter {index} of group {len(self.param_groups)}", param, group)
+            check_param(name or f"parameter {index} of group {len(self.param_groups)}", param, rule)
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -187,52 +187,19 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        backend: Backend = self.defaults["backend"]
-        bound: int | None = self.defaults["max_scratch_bytes"]
-        found = self._find_gradients(backend)
-        check_scratch([item[:4] for item in found], backend=backend, bound=bound)
-        work = [
-            Work(name, param, self._gradient(param, view), self._momentum(param, view, group), view, ns, index)
-            for name, param, view, ns, index, group in found
-        ]
+        for group in self.param_groups:
+            _check_options(group)
         if not hasattr(self, "_scratch"):  # lost by deepcopy and pickle, which keep state and groups only
             self._scratch = Scratch()
-        rules = [_update_rule(group) for group in self.param_groups]
-        update(work, rules, backend=backend, scratch=self._scratch, max_scratch_bytes=bound)
+        step_groups(
+            self.param_groups,
+            [_rule(group) for group in self.param_groups],
+            self.state,
+            backend=self.defaults["backend"],
+            scratch=self._scratch,
+            max_scratch_bytes=self.defaults["max_scratch_bytes"],
+        )
         return loss
-
-    def _find_gradients(self, backend: Backend) -> list[tuple[str, Tensor, MatrixView, NSRule, int, dict[str, Any]]]:
-        """The parameters that have a gradient, checked; nothing is changed."""
-        found = []
-        for index, group in enumerate(self.param_groups):
-            _check_options(group)
-            names = group.get("param_names")
-            for position, param in enumerate(group["params"]):
-                if param.grad is None:
-                    continue
-                name = names[position] if names else f"parameter {position} of group {index}"
-                resolved = resolve_backend(backend, param.device)
-                _check_grad(name, param, param.grad, resolved)
-                view = _matrix_view(param, group)
-                found.append((name, param, view, _ns_rule(group, param.device), index, group))
-        return found
-
-    def _momentum(self, param: Tensor, view: MatrixView, group: dict[str, Any]) -> Tensor:
-        state = self.state[param]
-        momentum: Tensor | None = state.get("momentum_buffer")
-        if momentum is None:
-            assert param.grad is not None
-            dtype = group["momentum_dtype"] or param.grad.dtype
-            momentum = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-        elif not view.collapses(momentum):  # loaded from a checkpoint with another memory format
-            momentum = torch.empty_like(param, dtype=momentum.dtype).copy_(momentum)
-        state["momentum_buffer"] = momentum
-        return momentum
-
-    def _gradient(self, param: Tensor, view: MatrixView) -> Tensor:
-        grad = param.grad
-        assert grad is not None
-        return grad if view.collapses(grad) else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -252,32 +219,25 @@ def _check_options(options: dict[str, Any]) -> None:
     schedule(_hashable(options["ns_coefficients"]), options["ns_steps"])
 
 
-def _check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
-    if param.is_complex() or not param.is_floating_point():
-        raise ValueError(f"{name} of shape {tuple(param.shape)} is {param.dtype}: Muon takes real floating point")
-    if any(stride == 0 and size > 1 for size, stride in zip(param.shape, param.stride(), strict=True)):
-        raise ValueError(f"{name} of shape {tuple(param.shape)} is expanded: its elements share memory")
-    try:
-        _matrix_view(param, group)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _check_grad(name: str, param: Tensor, grad: Tensor, backend: str) -> None:
-    where = f"{name} of shape {tuple(param.shape)}"
-    if grad.layout != torch.strided:
-        raise ValueError(f"{where} has a sparse gradient ({grad.layout}): Muon takes dense ones")
-    if grad.dtype not in _DTYPES:
-        raise ValueError(f"{where} has a {grad.dtype} gradient: Muon takes real floating point")
-    if grad.shape != param.shape or grad.device != param.device:
-        raise ValueError(f"{where} on {param.device} has a gradient {tuple(grad.shape)} on {grad.device}")
-    if backend == "triton" and torch.float64 in (grad.dtype, param.dtype):
-        raise ValueError(f"{where} is float64, which the Triton backend does not take: use backend='torch'")
-
-
-def _matrix_view(param: Tensor, group: dict[str, Any]) -> MatrixView:
+def _rule(group: dict[str, Any]) -> MatrixRule:
     split = group["split_rows"]
-    return view_as_matrices(param, group["higher_dims"], None if split is None else tuple(split))
+    return MatrixRule(
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        momentum=float(group["momentum"]),
+        nesterov=bool(group["nesterov"]),
+        scale=SCALES[group["adjust_lr_fn"]],
+        ns=_ns_rule(_hashable(group["ns_coefficients"]), group["ns_steps"], float(group["eps"]), group["algorithm"]),
+        precision=group["precision"],
+        momentum_dtype=group["momentum_dtype"],
+        higher_dims=group["higher_dims"],
+        split_rows=None if split is None else tuple(split),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _ns_rule(coefficients: Coefficients, steps: int, eps: float, algorithm: Algorithm) -> NSRule:
+    return NSRule(schedule(coefficients, steps), eps=eps, norm_factor=norm_factor(coefficients), algorithm=algorithm)
 
 
 def _hashable(coefficients: Any) -> Coefficients:
@@ -286,42 +246,3 @@ def _hashable(coefficients: Any) -> Coefficients:
         return coefficients
     hashable: Coefficients = tuple(tuple(c) if isinstance(c, Sequence) else c for c in coefficients)
     return hashable
-
-
-def default_precision(device: torch.device) -> Precision:
-    """Half precision is as fast as a GPU computes; CPUs without half-precision units are hundreds of times slower."""
-    return "mixed" if device.type == "cuda" else "fp32"
-
-
-def _ns_rule(group: dict[str, Any], device: torch.device) -> NSRule:
-    return _cached_ns_rule(
-        _hashable(group["ns_coefficients"]),
-        group["ns_steps"],
-        float(group["eps"]),
-        group["algorithm"],
-        group["precision"] or default_precision(device),
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_ns_rule(
-    coefficients: Coefficients, steps: int, eps: float, algorithm: Algorithm, precision: Precision
-) -> NSRule:
-    return NSRule(
-        schedule(coefficients, steps),
-        eps=eps,
-        norm_factor=norm_factor(coefficients),
-        algorithm=algorithm,
-        precision=precision,
-    )
-
-
-def _update_rule(group: dict[str, Any]) -> UpdateRule:
-    return UpdateRule(
-        lr=float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
-        momentum=float(group["momentum"]),
-        ema=True,
-        nesterov=bool(group["nesterov"]),
-        scale=SCALES[group["adjust_lr_fn"]],
-    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import NamedTuple
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fused_lw.kernels import pack_reference
 from fused_lw.kernels.device import Backend, ResolvedBackend, resolve_backend
-from fused_lw.kernels.newton_schulz import NSRule, Problem, orthogonalize, scratch_nbytes
+from fused_lw.kernels.newton_schulz import NSRule, Precision, Problem, orthogonalize, scratch_nbytes
 from fused_lw.kernels.pack_reference import PackedGroup, PackedMatrix
 from fused_lw.kernels.products import Arena
-from fused_lw.matrices import Block, MatrixView
+from fused_lw.matrices import Block, HigherDims, MatrixView
 
 DEFAULT_CPU_SCRATCH = 1 << 30
 DEFAULT_GPU_SCRATCH_SHARE = 16  # of the device's memory
@@ -33,15 +33,34 @@ Slice = tuple[Shape, int, int]  # matrices start:stop of the shape's
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateRule:
-    """How one parameter group is updated."""
+class MatrixRule:
+    """How the matrices of one parameter group are read and updated."""
 
     lr: float
     weight_decay: float  # decoupled: times the unscaled lr
     momentum: float
-    ema: bool  # m <- mu m + (1 - mu) g; otherwise m <- mu m + g
     nesterov: bool
     scale: Callable[[int, int], float]  # of the update, from a matrix's rows and columns
+    ns: NSRule  # its precision holds where `precision` is given
+    precision: Precision | None = None  # None takes the device's default
+    ema: bool = True  # m <- mu m + (1 - mu) g; otherwise m <- mu m + g
+    state_key: str = "momentum_buffer"
+    momentum_dtype: torch.dtype | None = None  # of new momenta; None takes the gradient's
+    higher_dims: HigherDims = "auto"
+    split_rows: tuple[int, ...] | None = None
+
+    def ns_on(self, device: torch.device) -> NSRule:
+        return _with_precision(self.ns, self.precision or default_precision(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _with_precision(ns: NSRule, precision: Precision) -> NSRule:
+    return replace(ns, precision=precision)
+
+
+def default_precision(device: torch.device) -> Precision:
+    """Half precision is as fast as a GPU computes; CPUs without half-precision units are hundreds of times slower."""
+    return "mixed" if device.type == "cuda" else "fp32"
 
 
 class Work(NamedTuple):
@@ -53,7 +72,7 @@ class Work(NamedTuple):
     momentum: Tensor
     view: MatrixView
     ns: NSRule
-    group: int  # index of its UpdateRule
+    group: int  # index of its MatrixRule
 
 
 class Scratch:
@@ -70,29 +89,22 @@ class Scratch:
         return buffer
 
 
-def check_scratch(
-    sizes: Sequence[tuple[str, Tensor, MatrixView, NSRule]],  # name, parameter, ...
-    *,
-    backend: Backend,
-    bound: int | None,
-) -> None:
-    """Raise a ValueError that names the parameter whose largest matrix alone needs more than `bound` bytes."""
+def check_scratch(name: str, view: MatrixView, ns: NSRule, *, backend: ResolvedBackend, bound: int | None) -> None:
+    """Raise a ValueError that names the parameter if its largest matrix alone needs more than `bound` bytes."""
     if bound is None:
         return
-    for name, param, view, ns in sizes:
-        resolved = resolve_backend(backend, param.device)
-        for r, s in sorted({_oriented(block) for block in view.blocks}):
-            needed = _scratch_nbytes(((1, r, s),), ns, resolved)
-            if needed > bound:
-                raise ValueError(
-                    f"{name} of shape {view.shape}: one {r} x {s} matrix needs {needed} bytes of scratch memory, "
-                    f"more than max_scratch_bytes={bound}"
-                )
+    for r, s in sorted({_oriented(block) for block in view.blocks}):
+        needed = _scratch_nbytes(((1, r, s),), ns, backend)
+        if needed > bound:
+            raise ValueError(
+                f"{name} of shape {view.shape}: one {r} x {s} matrix needs {needed} bytes of scratch memory, "
+                f"more than max_scratch_bytes={bound}"
+            )
 
 
 def update(
     work: Sequence[Work],
-    rules: Sequence[UpdateRule],
+    rules: Sequence[MatrixRule],
     *,
     backend: Backend,
     scratch: Scratch,
@@ -126,7 +138,7 @@ def update(
 
 def _update_chunk(
     members: Sequence[Sequence[tuple[Work, Block]]],  # same-shape matrices
-    rules: Sequence[UpdateRule],
+    rules: Sequence[MatrixRule],
     hyper: Tensor,  # [groups, 2] float64: lr, weight decay
     ns: NSRule,
     backend: ResolvedBackend,
@@ -148,7 +160,7 @@ def _update_chunk(
 
 def _packed_group(
     same: Sequence[tuple[Work, Block]],
-    rules: Sequence[UpdateRule],
+    rules: Sequence[MatrixRule],
     workspace: Tensor,  # [B, r, s]
 ) -> PackedGroup:
     matrices = []

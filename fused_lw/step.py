@@ -1,0 +1,112 @@
+"""A step over parameter groups, whoever owns them: find the gradients, check them, make momenta, update.
+
+Everything is checked before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_lw.kernels.device import Backend, resolve_backend
+from fused_lw.matrices import MatrixView, view_as_matrices
+from fused_lw.update import MatrixRule, Scratch, Work, check_scratch, update
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def step_groups(
+    param_groups: Sequence[dict[str, Any]],
+    rules: Sequence[MatrixRule],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    *,
+    backend: Backend,
+    scratch: Scratch,
+    max_scratch_bytes: int | None = None,
+) -> None:
+    """Update every parameter of the groups that has a gradient.
+
+    Args:
+        param_groups: a torch optimizer's; only "params" and, for messages, "param_names" are read.
+        rules: one per group.
+        state: the optimizer's; a parameter's momentum is kept under its rule's `state_key`.
+        backend, scratch, max_scratch_bytes: as `update` takes them.
+
+    Raises:
+        ValueError: a gradient that cannot be used, or a matrix larger than the scratch bound; the message names
+            the parameter, and nothing has been changed.
+    """
+    found: list[tuple[str, Tensor, MatrixView, int]] = []
+    for index, (group, rule) in enumerate(zip(param_groups, rules, strict=True)):
+        names = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            if param.grad is None:
+                continue
+            name = names[position] if names else f"parameter {position} of group {index}"
+            resolved = resolve_backend(backend, param.device)
+            _check_grad(name, param, param.grad, resolved)
+            view = _view(param, rule)
+            check_scratch(name, view, rule.ns_on(param.device), backend=resolved, bound=max_scratch_bytes)
+            found.append((name, param, view, index))
+    work = [
+        Work(
+            name,
+            param,
+            _gradient(param, view),
+            _momentum(param, view, state[param], rules[index]),
+            view,
+            rules[index].ns_on(param.device),
+            index,
+        )
+        for name, param, view, index in found
+    ]
+    update(work, rules, backend=backend, scratch=scratch, max_scratch_bytes=max_scratch_bytes)
+
+
+def check_param(name: str, param: Tensor, rule: MatrixRule) -> None:
+    """Raise a ValueError that names the parameter if it cannot be updated by `rule`."""
+    if param.is_complex() or not param.is_floating_point():
+        raise ValueError(f"{name} of shape {tuple(param.shape)} is {param.dtype}: Muon takes real floating point")
+    if any(stride == 0 and size > 1 for size, stride in zip(param.shape, param.stride(), strict=True)):
+        raise ValueError(f"{name} of shape {tuple(param.shape)} is expanded: its elements share memory")
+    try:
+        _view(param, rule)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _check_grad(name: str, param: Tensor, grad: Tensor, backend: str) -> None:
+    where = f"{name} of shape {tuple(param.shape)}"
+    if grad.layout != torch.strided:
+        raise ValueError(f"{where} has a sparse gradient ({grad.layout}): Muon takes dense ones")
+    if grad.dtype not in _DTYPES:
+        raise ValueError(f"{where} has a {grad.dtype} gradient: Muon takes real floating point")
+    if grad.shape != param.shape or grad.device != param.device:
+        raise ValueError(f"{where} on {param.device} has a gradient {tuple(grad.shape)} on {grad.device}")
+    if backend == "triton" and torch.float64 in (grad.dtype, param.dtype):
+        raise ValueError(f"{where} is float64, which the Triton backend does not take: use backend='torch'")
+
+
+def _view(param: Tensor, rule: MatrixRule) -> MatrixView:
+    return view_as_matrices(param, rule.higher_dims, rule.split_rows)
+
+
+def _gradient(param: Tensor, view: MatrixView) -> Tensor:
+    grad = param.grad
+    assert grad is not None
+    return grad if view.collapses(grad) else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+
+
+def _momentum(param: Tensor, view: MatrixView, state: dict[str, Any], rule: MatrixRule) -> Tensor:
+    momentum: Tensor | None = state.get(rule.state_key)
+    if momentum is None:
+        assert param.grad is not None
+        dtype = rule.momentum_dtype or param.grad.dtype
+        momentum = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    elif not view.collapses(momentum):  # loaded from a checkpoint with another memory format
+        momentum = torch.empty_like(param, dtype=momentum.dtype).copy_(momentum)
+    state[rule.state_key] = momentum
+    return momentum
