@@ -13,7 +13,7 @@ KINDS = ("dense", "expert")
 
 
 class Matrix(NamedTuple):
-    """One weight matrix of a model: `rows` outputs by `cols` inputs; an "expert" lies in the expert buffer."""
+    """One weight matrix: `rows` outputs by `cols` inputs; an "expert" lies in the expert-data-parallel buffer."""
 
     name: str
     rows: int
@@ -40,7 +40,7 @@ def model_source(name: str) -> str:
 
 
 def load_model(name: str, *, ep: int = 1) -> list[Matrix]:
-    """All matrices of a model that Muon updates, in forward order, as one rank of `ep` expert-parallel ranks has them.
+    """All matrices of a model that Muon updates, in forward order, as one of `ep` expert-parallel ranks has them.
 
     Names are "layers.<block>.<parameter>", and for several copies "layers.<block>.<parameter>.<copy>". Raises
     ValueError for an unknown name (listing the known ones) and for an `ep` that does not divide the experts.
@@ -50,11 +50,9 @@ def load_model(name: str, *, ep: int = 1) -> list[Matrix]:
     matrices: list[Matrix] = []
     layer = 0
     for repeat, params in _entry(name)["blocks"]:
-        for _, rows, cols, copies, kind in params:
+        for *_, copies, kind in params:
             if kind == "expert" and copies % ep:
-                raise ValueError(
-                    f"model {name!r}: ep {ep} does not divide its {copies} experts of {rows}x{cols}"
-                )
+                raise ValueError(f"model {name!r}: ep {ep} does not divide its {copies} experts")
         for _ in range(repeat):
             for param, rows, cols, copies, kind in params:
                 full = f"layers.{layer}.{param}"

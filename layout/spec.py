@@ -11,8 +11,8 @@ from dataclasses import dataclass
 class ParamSpec:
     """One parameter of a packed buffer. Numbers are in elements.
 
-    `shape` is what this rank stores. With `gtp_size` > 1 its rows are sharded over that many ranks, and the last
-    `pad_rows` rows of the gathered matrix are alignment padding, which never enters Newton-Schulz. A
+    `shape` is what this rank stores. With `gtp_size` > 1 the rows of a matrix are sharded over that many ranks, and
+    the last `pad_rows` rows of the gathered matrix are alignment padding, which never enters Newton-Schulz. A
     `shared_embedding` (tied with the output head) sits alone in its bucket, in shard 0.
     """
 
@@ -29,35 +29,42 @@ class ParamSpec:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape Newton-Schulz sees: a matrix with its rows gathered and unpadded, anything else as stored."""
+        """The shape the optimizer updates: a matrix with its rows gathered and unpadded, the rest as stored."""
         if len(self.shape) != 2:
             return self.shape
         return (self.shape[0] * self.gtp_size - self.pad_rows, self.shape[1])
 
     @property
-    def oriented(self) -> tuple[int, ...]:
-        """`full_shape` with its last two dimensions as (smaller, larger)."""
-        return (*self.full_shape[:-2], *sorted(self.full_shape[-2:]))
+    def matrices(self) -> int:
+        """How many matrices Newton-Schulz sees: E for stacked experts (E, M, N), 0 for vectors and scalars."""
+        return 0 if len(self.shape) < 2 else self.shape[0] if len(self.shape) == 3 else 1
+
+    @property
+    def oriented(self) -> tuple[int, int]:
+        """Each such matrix as (r, s) with r <= s; convolutions are flattened to (out, in*kh*kw)."""
+        full = self.full_shape
+        if len(full) < 2:
+            return (1, self.numel)
+        rows, cols = full[1:] if len(full) == 3 else (full[0], math.prod(full[1:]))
+        return (min(rows, cols), max(rows, cols))
 
 
 def check_specs(params: Sequence[ParamSpec]) -> None:
-    """Raise a ValueError that names the first parameter no layout can hold."""
+    """Raise a ValueError that names the first parameter which no layout can hold."""
     seen: set[str] = set()
     for spec in params:
         if spec.name in seen:
             raise ValueError(f"parameter {spec.name!r} is listed twice")
         seen.add(spec.name)
-        if min(spec.shape, default=1) < 1:
+        if spec.numel < 1:
             raise ValueError(f"parameter {spec.name!r} of shape {spec.shape} has no elements")
         if spec.gtp_size < 1 or spec.pad_rows < 0:
             raise ValueError(
-                f"parameter {spec.name!r}: gtp_size {spec.gtp_size} must be at least 1 and "
-                f"pad_rows {spec.pad_rows} at least 0"
+                f"parameter {spec.name!r}: gtp_size must be at least 1 and pad_rows at least 0, "
+                f"got {spec.gtp_size} and {spec.pad_rows}"
             )
-        if spec.gtp_size > 1 or spec.pad_rows:
-            rows = spec.shape[0] * spec.gtp_size if spec.shape else 0
-            if rows <= spec.pad_rows:
-                raise ValueError(
-                    f"parameter {spec.name!r} of shape {spec.shape}: gtp_size {spec.gtp_size} and "
-                    f"pad_rows {spec.pad_rows} leave no row"
-                )
+        if spec.pad_rows and (len(spec.shape) != 2 or spec.full_shape[0] < 1):
+            raise ValueError(
+                f"parameter {spec.name!r} of shape {spec.shape}: gtp_size {spec.gtp_size} and "
+                f"pad_rows {spec.pad_rows} leave no row"
+            )

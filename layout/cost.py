@@ -1,0 +1,111 @@
+"""What Newton-Schulz costs: Megatron's proxy, the multiply-adds that will really run, or measured seconds.
+
+Costs are integers (elements, floating-point operations or nanoseconds), so that every rank and every platform
+computes the same plan.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from fused_lw.layout.spec import ParamSpec
+
+CostModel = Literal["megatron", "flops"]
+NS_STEPS = 5
+
+
+class CostTable:
+    """Measured seconds of batched Newton-Schulz: oriented shape (r, s), r <= s, and batch -> seconds.
+
+    Between two measured batches time is linear in the batch. Below the smallest one it stays that one's time (a
+    smaller batch is not assumed to be faster than anything measured), above the largest it grows in proportion to
+    the batch. A time lower than that of a smaller batch is noise and is raised to it. A shape that was not measured
+    is an error: nothing is extrapolated from other shapes.
+    """
+
+    def __init__(self, seconds: Mapping[tuple[int, int], Mapping[int, float]], name: str = "table") -> None:
+        """Raise ValueError for a shape with rows > cols, a batch < 1 or a time that is not positive."""
+        self.name = name
+        self._points: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        for (r, s), times in seconds.items():
+            if not 1 <= r <= s or not times:
+                raise ValueError(f"cost table {name!r}: shape {r}x{s} needs 1 <= r <= s and a measured batch")
+            batches = sorted(times)
+            nanoseconds: list[int] = []
+            for batch in batches:
+                if batch < 1 or not times[batch] > 0:
+                    raise ValueError(f"cost table {name!r}: {times[batch]} s for shape {r}x{s}, batch {batch}")
+                nanoseconds.append(max(round(times[batch] * 1e9), *nanoseconds[-1:], 1))
+            self._points[r, s] = (batches, nanoseconds)
+
+    @classmethod
+    def from_json(cls, text: str, name: str = "table") -> CostTable:
+        """Read {"rows": [{"shape": [r, s], "batch": B, "seconds": t}, ...]}; other keys are for people."""
+        try:
+            seconds: dict[tuple[int, int], dict[int, float]] = {}
+            for row in json.loads(text)["rows"]:
+                r, s = sorted(int(n) for n in row["shape"])
+                seconds.setdefault((r, s), {})[int(row["batch"])] = float(row["seconds"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"cost table {name!r}: expected rows of shape, batch and seconds ({error!r})") from error
+        return cls(seconds, name)
+
+    def nanoseconds(self, shape: tuple[int, int], batch: int) -> int:
+        """Time of one batch of `batch` matrices of oriented shape (r, s); 0 for an empty batch."""
+        if shape not in self._points:
+            raise ValueError(f"cost table {self.name!r} has no measurement of shape {shape[0]}x{shape[1]}")
+        if batch == 0:
+            return 0
+        batches, times = self._points[shape]
+        i = bisect_right(batches, batch)
+        if i == 0:
+            return times[0]
+        if i == len(batches):
+            return times[-1] * batch // batches[-1]
+        return times[i - 1] + (times[i] - times[i - 1]) * (batch - batches[i - 1]) // (batches[i] - batches[i - 1])
+
+    def least_nanoseconds(self, shape: tuple[int, int], matrices: int) -> int:
+        """A time that no split of these matrices into batches goes below: each at the cheapest measured batch."""
+        self.nanoseconds(shape, 0)
+        return min(matrices * time // batch for batch, time in zip(*self._points[shape], strict=True))
+
+
+def ns_flops(r: int, s: int) -> int:
+    """Operations of five Newton-Schulz steps on an r x s matrix, r <= s, by the cheaper of the two algorithms.
+
+    A multiply-add counts 2; products of symmetric, commuting factors count half. Standard, per step: `A = XX'` r^2 s,
+    `A^2` r^3, `BX` 2 r^2 s. Gram with one restart: two `XX'`, two `QX`, and in r^3 four square products per step,
+    less the two in which Q = I and the last R of each of the two runs (two products each): 6 r^2 s + 14 r^3.
+    """
+    standard = NS_STEPS * (3 * r * r * s + r**3)
+    gram = 6 * r * r * s + (4 * NS_STEPS - 6) * r**3
+    return min(standard, gram)
+
+
+def ns_cost(spec: ParamSpec, model: CostModel | CostTable = "megatron") -> int:
+    """Cost of orthogonalizing one parameter alone.
+
+    "megatron": max(M, N) * min(M, N)**2 of a matrix's full shape, the element count of anything else. "flops":
+    `ns_flops` of each matrix, the element count of a vector. A `CostTable`: nanoseconds, 0 for a vector.
+    """
+    r, s = spec.oriented
+    if isinstance(model, CostTable):
+        return model.nanoseconds((r, s), spec.matrices) if spec.matrices else 0
+    if model == "megatron":
+        return r * r * s if len(spec.shape) == 2 else spec.numel
+    if model == "flops":
+        return spec.matrices * ns_flops(r, s) if spec.matrices else spec.numel
+    raise ValueError(f"unknown cost model {model!r}, expected 'megatron', 'flops' or a CostTable")
+
+
+def batch_cost(specs: Sequence[ParamSpec], model: CostModel | CostTable) -> int:
+    """Cost of a batch of parameters of one full shape: their sum, or the measured time of the batch."""
+    if not specs:
+        return 0
+    if isinstance(model, CostTable):
+        matrices = sum(spec.matrices for spec in specs)
+        return model.nanoseconds(specs[0].oriented, matrices) if matrices else 0
+    return sum(ns_cost(spec, model) for spec in specs)
