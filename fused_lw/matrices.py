@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -23,14 +25,13 @@ class Block(NamedTuple):
 
 
 class MatrixView(NamedTuple):
-    """How a parameter of `shape` is read as matrices.
+    """How a parameter is read as matrices.
 
     `flat_order` are the dimensions that make up the columns, outermost first. It follows the parameter's memory
     (channels-last convolutions included), because Newton-Schulz commutes with a permutation of columns: any
     order gives the same update, as long as gradient, momentum and parameter are read in the same one.
     """
 
-    shape: tuple[int, ...]
     row_dim: int
     flat_order: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -41,11 +42,13 @@ class MatrixView(NamedTuple):
         offset = block.first_row * row_stride
         for dim, index in enumerate(block.lead):
             offset += index * tensor.stride(dim)
-        return Strided(tensor, offset, row_stride, _collapsed_stride(tensor, self.flat_order) or 1)
+        return Strided(
+            tensor, offset, row_stride, _collapsed_stride(tensor.shape, tensor.stride(), self.flat_order) or 1
+        )
 
     def collapses(self, tensor: Tensor) -> bool:
         """Whether the columns of `tensor` lie at one constant stride."""
-        return _collapsed_stride(tensor, self.flat_order) is not None
+        return _collapsed_stride(tensor.shape, tensor.stride(), self.flat_order) is not None
 
 
 def view_as_matrices(
@@ -65,42 +68,47 @@ def view_as_matrices(
             flattened columns do not lie at one stride. The message says what was expected; the caller names
             the parameter.
     """
-    shape = tuple(param.shape)
-    if param.ndim < 2:
+    split = None if split_rows is None else tuple(split_rows)
+    return _view_as_matrices(tuple(param.shape), param.stride(), higher_dims, split)
+
+
+@functools.lru_cache(maxsize=4096)
+def _view_as_matrices(
+    shape: tuple[int, ...], strides: tuple[int, ...], higher_dims: HigherDims, split_rows: tuple[int, ...] | None
+) -> MatrixView:
+    ndim = len(shape)
+    if ndim < 2:
         raise ValueError(f"Muon takes matrices, parameters of two dimensions or more, not shape {shape}")
-    batched = param.ndim == 2 or higher_dims == "batch" or (higher_dims == "auto" and param.ndim == 3)
-    row_dim = param.ndim - 2 if batched else 0
-    columns = range(row_dim + 1, param.ndim)
-    flat_order = tuple(sorted(columns, key=lambda dim: (-param.stride()[dim], dim)))
+    batched = ndim == 2 or higher_dims == "batch" or (higher_dims == "auto" and ndim == 3)
+    row_dim = ndim - 2 if batched else 0
+    columns = range(row_dim + 1, ndim)
+    flat_order = tuple(sorted(columns, key=lambda dim: (-strides[dim], dim)))
     rows, cols = shape[row_dim], math.prod(shape[dim] for dim in columns)
 
-    sizes = (rows,) if split_rows is None else tuple(split_rows)
+    sizes = (rows,) if split_rows is None else split_rows
     if sum(sizes) != rows or min(sizes, default=0) < (rows > 0):
         raise ValueError(f"split_rows={sizes} must be positive and add up to the {rows} rows of shape {shape}")
-    leads: list[tuple[int, ...]] = [()]
-    for dim in range(row_dim):
-        leads = [(*lead, index) for lead in leads for index in range(shape[dim])]
+    if _collapsed_stride(shape, strides, flat_order) is None:
+        raise ValueError(f"the columns of shape {shape} with strides {strides} do not lie at one constant stride")
     blocks = tuple(
-        Block(lead, sum(sizes[:k]), size, cols) for lead in leads for k, size in enumerate(sizes) if size and cols
+        Block(lead, sum(sizes[:k]), size, cols)
+        for lead in itertools.product(*(range(size) for size in shape[:row_dim]))
+        for k, size in enumerate(sizes)
+        if size and cols
     )
-    view = MatrixView(shape, row_dim, flat_order, blocks)
-    if not view.collapses(param):
-        raise ValueError(
-            f"the columns of shape {shape} with strides {param.stride()} do not lie at one constant stride"
-        )
-    return view
+    return MatrixView(row_dim, flat_order, blocks)
 
 
-def _collapsed_stride(tensor: Tensor, order: Sequence[int]) -> int | None:
+def _collapsed_stride(shape: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> int | None:
     """The stride of the dimensions `order` read as one, or None where they have no single stride."""
     stride: int | None = None
     extent = 1
     for dim in reversed(order):
-        if tensor.shape[dim] == 1:
+        if shape[dim] == 1:
             continue
         if stride is None:
-            stride = tensor.stride(dim)
-        elif tensor.stride(dim) != stride * extent:
+            stride = strides[dim]
+        elif strides[dim] != stride * extent:
             return None
-        extent *= tensor.shape[dim]
+        extent *= shape[dim]
     return 1 if stride is None else stride

@@ -18,7 +18,7 @@ from fused_lw.kernels.device import BACKENDS, Backend
 from fused_lw.kernels.newton_schulz import ALGORITHMS, NSRule, Precision
 from fused_lw.matrices import HigherDims
 from fused_lw.step import check_param, step_groups
-from fused_lw.update import MatrixRule, Scratch
+from fused_lw.update import MatrixRule, Updater
 
 Algorithm = Literal["auto", "standard", "gram"]
 
@@ -189,16 +189,9 @@ class Muon(Optimizer):
 
         for group in self.param_groups:
             _check_options(group)
-        if not hasattr(self, "_scratch"):  # lost by deepcopy and pickle, which keep state and groups only
-            self._scratch = Scratch()
-        step_groups(
-            self.param_groups,
-            [_rule(group) for group in self.param_groups],
-            self.state,
-            backend=self.defaults["backend"],
-            scratch=self._scratch,
-            max_scratch_bytes=self.defaults["max_scratch_bytes"],
-        )
+        if not hasattr(self, "_updater"):  # lost by deepcopy and pickle, which keep state and groups only
+            self._updater = Updater(self.defaults["backend"], self.defaults["max_scratch_bytes"])
+        step_groups(self.param_groups, [_rule(group) for group in self.param_groups], self.state, self._updater)
         return loss
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_lw.kernels.device import Backend, resolve_backend
+from fused_lw.kernels.device import resolve_backend
 from fused_lw.matrices import MatrixView, view_as_matrices
-from fused_lw.update import MatrixRule, Scratch, Work, check_scratch, update
+from fused_lw.update import MatrixRule, Updater, Work, check_scratch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -22,10 +22,7 @@ def step_groups(
     param_groups: Sequence[dict[str, Any]],
     rules: Sequence[MatrixRule],
     state: MutableMapping[Tensor, dict[str, Any]],
-    *,
-    backend: Backend,
-    scratch: Scratch,
-    max_scratch_bytes: int | None = None,
+    updater: Updater,
 ) -> None:
     """Update every parameter of the groups that has a gradient.
 
@@ -33,7 +30,7 @@ def step_groups(
         param_groups: a torch optimizer's; only "params" and, for messages, "param_names" are read.
         rules: one per group.
         state: the optimizer's; a parameter's momentum is kept under its rule's `state_key`.
-        backend, scratch, max_scratch_bytes: as `update` takes them.
+        updater: kept by the caller from step to step.
 
     Raises:
         ValueError: a gradient that cannot be used, or a matrix larger than the scratch bound; the message names
@@ -46,10 +43,16 @@ def step_groups(
             if param.grad is None:
                 continue
             name = names[position] if names else f"parameter {position} of group {index}"
-            resolved = resolve_backend(backend, param.device)
+            resolved = resolve_backend(updater.backend, param.device)
             _check_grad(name, param, param.grad, resolved)
             view = _view(param, rule)
-            check_scratch(name, view, rule.ns_on(param.device), backend=resolved, bound=max_scratch_bytes)
+            check_scratch(
+                f"{name} of shape {tuple(param.shape)}",
+                view,
+                rule.ns_on(param.device),
+                backend=resolved,
+                bound=updater.max_scratch_bytes,
+            )
             found.append((name, param, view, index))
     work = [
         Work(
@@ -63,7 +66,7 @@ def step_groups(
         )
         for name, param, view, index in found
     ]
-    update(work, rules, backend=backend, scratch=scratch, max_scratch_bytes=max_scratch_bytes)
+    updater(work, rules)
 
 
 def check_param(name: str, param: Tensor, rule: MatrixRule) -> None:

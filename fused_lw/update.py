@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from fused_lw.kernels import pack_reference
 from fused_lw.kernels.device import Backend, ResolvedBackend, resolve_backend
 from fused_lw.kernels.newton_schulz import NSRule, Precision, Problem, orthogonalize, scratch_nbytes
-from fused_lw.kernels.pack_reference import PackedGroup, PackedMatrix
+from fused_lw.kernels.pack_reference import Pack, PackedGroup, PackedMatrix
 from fused_lw.kernels.products import Arena
 from fused_lw.matrices import Block, HigherDims, MatrixView
 
@@ -75,18 +75,156 @@ class Work(NamedTuple):
     group: int  # index of its MatrixRule
 
 
-class Scratch:
-    """One growing byte buffer per device, kept from step to step so that a step allocates nothing large."""
+class _Chunk(NamedTuple):
+    """Matrices that are packed, orthogonalized and unpacked together."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[torch.device, Tensor] = {}
+    pack: Pack
+    members: list[tuple[PackedMatrix, int, Block]]  # with the index of its Work
+    problems: list[Problem]
+    ns: NSRule
+    backend: ResolvedBackend
+    hyper: Tensor  # [groups, 2] float64: lr, weight decay
+    scratch: Tensor  # uint8, what the workspaces leave
 
-    def get(self, device: torch.device, nbytes: int) -> Tensor:  # uint8 [>= nbytes]
-        buffer = self._buffers.get(device)
-        if buffer is None or buffer.numel() < nbytes:
-            self._buffers.pop(device, None)  # freed before its successor is allocated
-            buffer = self._buffers[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return buffer
+
+class Updater:
+    """Updates momenta and parameters in place, and remembers from step to step where everything lies.
+
+    The first step allocates scratch memory and describes every matrix (on a GPU, in tables on the device). Later
+    steps only look up where the gradients are, until a parameter, a momentum or a rule changes.
+
+    Args:
+        backend: "auto", "torch" or "triton", resolved per device.
+        max_scratch_bytes: bound of the scratch memory per device; None takes 1 GiB on a CPU and a sixteenth of
+            a GPU's memory, or what the largest matrix needs where that is more.
+    """
+
+    def __init__(self, backend: Backend, max_scratch_bytes: int | None = None) -> None:
+        self.backend: Backend = backend
+        self.max_scratch_bytes = max_scratch_bytes
+        self._scratch: dict[torch.device, Tensor] = {}
+        self._signature: tuple[Any, ...] | None = None
+        self._chunks: list[_Chunk] = []
+        self._hypers: list[_Hyper] = []
+
+    def __call__(self, work: Sequence[Work], rules: Sequence[MatrixRule]) -> None:
+        """One step. `rules` holds one per parameter group."""
+        signature = _signature(work, rules)
+        if signature != self._signature:
+            self._signature = None  # so that a failure leaves nothing half described
+            self._describe(work, rules)
+            self._signature = signature
+        for hyper in self._hypers:
+            hyper.write(rules)
+        for chunk in self._chunks:
+            for matrix, index, block in chunk.members:
+                matrix.grad = work[index].view.locate(work[index].grad, block)
+            pack = _pack_module(chunk.backend)
+            pack.copy_in(chunk.pack)
+            factors = orthogonalize(chunk.problems, chunk.ns, backend=chunk.backend, scratch=chunk.scratch)
+            pack.copy_out(chunk.pack, factors, chunk.hyper)
+            for matrix, _, _ in chunk.members:
+                matrix.grad = None  # or zero_grad(set_to_none=True) would free nothing
+
+    def _describe(self, work: Sequence[Work], rules: Sequence[MatrixRule]) -> None:
+        families: dict[tuple[torch.device, NSRule], dict[Shape, list[tuple[int, Block]]]] = {}
+        for index, item in enumerate(work):
+            shapes = families.setdefault((item.param.device, item.ns), {})
+            for block in item.view.blocks:
+                shapes.setdefault(_oriented(block), []).append((index, block))
+
+        planned: list[tuple[torch.device, NSRule, list[list[tuple[int, Block]]]]] = []
+        needed: dict[torch.device, int] = {}
+        for (device, ns), shapes in families.items():
+            backend = resolve_backend(self.backend, device)
+            bound = self.max_scratch_bytes or default_scratch_bytes(device)
+            counts = tuple((shape, len(members)) for shape, members in shapes.items())
+            for chunk in plan_chunks(counts, ns, backend, bound):
+                planned.append((device, ns, [shapes[shape][start:stop] for shape, start, stop in chunk]))
+                batches = [(stop - start, *shape) for shape, start, stop in chunk]
+                needed[device] = max(needed.get(device, 0), _scratch_nbytes(batches, ns, backend))
+
+        self._chunks, self._hypers = [], []
+        for device, nbytes in needed.items():
+            if device not in self._scratch or self._scratch[device].numel() < nbytes:
+                self._scratch.pop(device, None)  # freed before its successor is allocated
+                self._scratch[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._hypers.append(_Hyper(len(rules), device))
+        hypers = {hyper.table.device: hyper.table for hyper in self._hypers}
+        for device, ns, members in planned:
+            self._chunks.append(self._describe_chunk(work, rules, members, ns, hypers[device]))
+
+    def _describe_chunk(
+        self,
+        work: Sequence[Work],
+        rules: Sequence[MatrixRule],
+        members: Sequence[Sequence[tuple[int, Block]]],  # same-shape matrices
+        ns: NSRule,
+        hyper: Tensor,
+    ) -> _Chunk:
+        scratch = self._scratch[hyper.device]
+        arena = Arena(scratch)
+        groups, located = [], []
+        for same in members:
+            matrices = [_packed_matrix(work[index], block, rules[work[index].group]) for index, block in same]
+            located += [(matrix, index, block) for matrix, (index, block) in zip(matrices, same, strict=True)]
+            workspace = arena.take(len(same), *_oriented(same[0][1]), ns.workspace_dtype)
+            norms = torch.empty(2, len(same), dtype=torch.float32, device=hyper.device)
+            scale = norms[1] if workspace.dtype == torch.float16 else None
+            groups.append(PackedGroup(matrices, workspace, norms[0], scale))
+        problems = [Problem(group.workspace, group.sq_norm, group.scale) for group in groups]
+        backend = resolve_backend(self.backend, hyper.device)
+        return _Chunk(Pack(groups), located, problems, ns, backend, hyper, scratch[arena.nbytes :])
+
+
+class _Hyper:
+    """Learning rates and weight decays on a device, written only where they changed."""
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        self.table = torch.zeros(groups, 2, dtype=torch.float64, device=device)
+        self._written: list[tuple[float, float]] = []
+
+    def write(self, rules: Sequence[MatrixRule]) -> None:
+        values = [(rule.lr, rule.weight_decay) for rule in rules]
+        if values != self._written:
+            self.table.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
+            self._written = values
+
+
+def _signature(work: Sequence[Work], rules: Sequence[MatrixRule]) -> tuple[Any, ...]:
+    """Everything that a description depends on; where a gradient lies is looked up at every step instead."""
+    items = tuple(
+        (
+            item.param.data_ptr(),
+            item.param.dtype,
+            item.param.device,
+            item.momentum.data_ptr(),
+            item.momentum.dtype,
+            item.momentum.stride(),
+            item.grad.dtype,
+            item.grad.stride(),
+            item.view,
+            item.ns,
+            item.group,
+        )
+        for item in work
+    )
+    return items, tuple((rule.momentum, rule.nesterov, rule.ema, rule.scale) for rule in rules)
+
+
+def _packed_matrix(item: Work, block: Block, rule: MatrixRule) -> PackedMatrix:
+    return PackedMatrix(
+        rows=block.rows,
+        cols=block.cols,
+        grad=item.view.locate(item.grad, block),
+        momentum=item.view.locate(item.momentum, block),
+        param=item.view.locate(item.param, block),
+        mu=rule.momentum,
+        ema=rule.ema,
+        nesterov=rule.nesterov,
+        scale=rule.scale(block.rows, block.cols),
+        group=item.group,
+    )
 
 
 def check_scratch(name: str, view: MatrixView, ns: NSRule, *, backend: ResolvedBackend, bound: int | None) -> None:
@@ -97,91 +235,9 @@ def check_scratch(name: str, view: MatrixView, ns: NSRule, *, backend: ResolvedB
         needed = _scratch_nbytes(((1, r, s),), ns, backend)
         if needed > bound:
             raise ValueError(
-                f"{name} of shape {view.shape}: one {r} x {s} matrix needs {needed} bytes of scratch memory, "
+                f"{name}: one {r} x {s} matrix needs {needed} bytes of scratch memory, "
                 f"more than max_scratch_bytes={bound}"
             )
-
-
-def update(
-    work: Sequence[Work],
-    rules: Sequence[MatrixRule],
-    *,
-    backend: Backend,
-    scratch: Scratch,
-    max_scratch_bytes: int | None = None,
-) -> None:
-    """Update the momenta and the parameters of `work` in place.
-
-    Args:
-        work: parameters with their gradients and momenta, on any devices.
-        rules: one per parameter group.
-        backend: "auto", "torch" or "triton", resolved per device.
-        scratch: kept by the caller from step to step.
-        max_scratch_bytes: bound of the scratch memory per device; None takes 1 GiB on a CPU and a sixteenth of
-            a GPU's memory, or what the largest matrix needs where that is more.
-    """
-    families: dict[tuple[torch.device, NSRule], dict[Shape, list[tuple[Work, Block]]]] = {}
-    for item in work:
-        shapes = families.setdefault((item.param.device, item.ns), {})
-        for block in item.view.blocks:
-            shapes.setdefault(_oriented(block), []).append((item, block))
-
-    for (device, ns), shapes in families.items():
-        resolved = resolve_backend(backend, device)
-        hyper = torch.tensor([(rule.lr, rule.weight_decay) for rule in rules], dtype=torch.float64).to(device)
-        bound = default_scratch_bytes(device) if max_scratch_bytes is None else max_scratch_bytes
-        counts = tuple((shape, len(members)) for shape, members in shapes.items())
-        for chunk in plan_chunks(counts, ns, resolved, bound):
-            members = [shapes[shape][start:stop] for shape, start, stop in chunk]
-            _update_chunk(members, rules, hyper, ns, resolved, scratch)
-
-
-def _update_chunk(
-    members: Sequence[Sequence[tuple[Work, Block]]],  # same-shape matrices
-    rules: Sequence[MatrixRule],
-    hyper: Tensor,  # [groups, 2] float64: lr, weight decay
-    ns: NSRule,
-    backend: ResolvedBackend,
-    scratch: Scratch,
-) -> None:
-    batches = tuple((len(same), *_oriented(same[0][1])) for same in members)
-    memory = scratch.get(hyper.device, _scratch_nbytes(batches, ns, backend))
-    arena = Arena(memory)
-    groups = [
-        _packed_group(same, rules, arena.take(*batch, ns.workspace_dtype))
-        for same, batch in zip(members, batches, strict=True)
-    ]
-    pack = _pack_module(backend)
-    pack.copy_in(groups)
-    problems = [Problem(group.workspace, group.sq_norm, group.scale) for group in groups]
-    factors = orthogonalize(problems, ns, backend=backend, scratch=memory[arena.nbytes :])
-    pack.copy_out(groups, factors, hyper)
-
-
-def _packed_group(
-    same: Sequence[tuple[Work, Block]],
-    rules: Sequence[MatrixRule],
-    workspace: Tensor,  # [B, r, s]
-) -> PackedGroup:
-    matrices = []
-    for item, block in same:
-        rule = rules[item.group]
-        matrices.append(
-            PackedMatrix(
-                block.rows,
-                block.cols,
-                item.view.locate(item.grad, block),
-                item.view.locate(item.momentum, block),
-                item.view.locate(item.param, block),
-                rule.momentum,
-                rule.ema,
-                rule.nesterov,
-                rule.scale(block.rows, block.cols),
-                item.group,
-            )
-        )
-    norms = torch.empty(2, len(matrices), dtype=torch.float32, device=workspace.device)
-    return PackedGroup(matrices, workspace, norms[0], norms[1] if workspace.dtype == torch.float16 else None)
 
 
 @functools.lru_cache(maxsize=64)

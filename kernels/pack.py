@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fused_lw.kernels.device import interpreting
 from fused_lw.kernels.launch import launch
-from fused_lw.kernels.pack_reference import PackedGroup, PackedMatrix, Strided
+from fused_lw.kernels.pack_reference import Pack, PackedGroup, PackedMatrix, Strided
 
 BLOCK = 64
 
@@ -194,122 +193,167 @@ def copy_out_kernel(
     tl.store(p_at, p, mask=inside)
 
 
-class _Table(NamedTuple):
-    rows: Tensor  # int64 [n, FIELDS]
-    rules: Tensor  # [n, ...]
-    tile_matrix: Tensor  # int32 [tiles]
-
-
 class _Entry(NamedTuple):
-    """A matrix of a table: what is read or written unpacked, its momentum if any, and its place in a batch."""
+    """A matrix of a table and its place in a batch."""
 
     matrix: PackedMatrix
-    source: Strided
     batch: Tensor  # [B, r, s]
     place: int  # in the batch
     group: PackedGroup
 
 
-def copy_in(groups: Sequence[PackedGroup]) -> None:
-    """As `pack_reference.copy_in`, in two launches per combination of dtypes (four for an fp16 workspace)."""
-    by_dtype: dict[tuple[torch.dtype, ...], list[_Entry]] = {}
-    for group in groups:
-        for index, matrix in enumerate(group.matrices):
-            dtypes = (matrix.grad.tensor.dtype, matrix.momentum.tensor.dtype, group.workspace.dtype)
-            entry = _Entry(matrix, matrix.grad, group.workspace, index, group)
-            by_dtype.setdefault(dtypes, []).append(entry)
-    for (grad, momentum, packed), entries in by_dtype.items():
-        rules = [(m.mu, 1 - m.mu, m.ema, m.nesterov) for m in (entry.matrix for entry in entries)]
-        table = _table(entries, rules, torch.float32)
-        partial = torch.empty(len(table.tile_matrix), dtype=torch.float32, device=table.rows.device)
+class _Table(NamedTuple):
+    """What one launch works on, described on the device."""
 
+    entries: list[_Entry]
+    dtypes: tuple[torch.dtype, ...]
+    host_rows: Tensor  # int64 [n, FIELDS], pinned where the device is a GPU
+    rows: Tensor  # the same on the device
+    rules: Tensor  # [n, ...]
+    tile_matrix: Tensor  # int32 [tiles]
+    partial: Tensor  # fp32 [tiles]
+
+    def refresh(self, sources: Sequence[int]) -> None:
+        """Note where the sources (pointers) are now; nothing is copied unless one has moved."""
+        column = self.host_rows[:, SOURCE.value]
+        now = torch.tensor(sources, dtype=torch.int64)
+        if not torch.equal(column, now):
+            column.copy_(now)
+            self.rows.copy_(self.host_rows, non_blocking=True)
+
+
+def copy_in(pack: Pack) -> None:
+    """As `pack_reference.copy_in`, in two launches per combination of dtypes (four for an fp16 workspace)."""
+    if "in" not in pack.prepared:
+        pack.prepared["in"] = _copy_in_tables(pack)
+    for table in pack.prepared["in"]:
+        table.refresh([_grad(entry.matrix).data_ptr() for entry in table.entries])
+        grad, momentum, packed = (_triton_dtype(dtype) for dtype in table.dtypes)
         # An fp16 workspace takes two passes: its scale must be known before anything is written.
-        passes = ((True, False), (False, True)) if packed == torch.float16 else ((True, True),)
-        for update, pack in passes:
+        passes = ((True, False), (False, True)) if packed == tl.float16 else ((True, True),)
+        for update, write in passes:
             launch(
                 copy_in_kernel,
                 (len(table.tile_matrix),),
-                *table,
-                partial,
-                GRAD_DTYPE=_triton_dtype(grad),
-                MOMENTUM_DTYPE=_triton_dtype(momentum),
-                PACKED_DTYPE=_triton_dtype(packed),
+                table.rows,
+                table.rules,
+                table.tile_matrix,
+                table.partial,
+                GRAD_DTYPE=grad,
+                MOMENTUM_DTYPE=momentum,
+                PACKED_DTYPE=packed,
                 UPDATE=update,
-                PACK=pack,
+                PACK=write,
                 BLOCK=BLOCK,
                 INTERPRET=interpreting(),
             )
             if update:
                 launch(
                     sum_tiles_kernel,
-                    (len(entries),),
+                    (len(table.entries),),
                     table.rows,
-                    partial,
+                    table.partial,
                     len(table.tile_matrix),
-                    PACKED_DTYPE=_triton_dtype(packed),
+                    PACKED_DTYPE=packed,
                     BLOCK=1024,
                 )
 
 
-def copy_out(groups: Sequence[PackedGroup], factors: Sequence[Tensor], hyper: Tensor) -> None:
+def copy_out(pack: Pack, factors: Sequence[Tensor], hyper: Tensor) -> None:
     """As `pack_reference.copy_out`, in one launch per combination of dtypes."""
-    by_dtype: dict[tuple[torch.dtype, ...], list[_Entry]] = {}
-    for group, factor in zip(groups, factors, strict=True):
-        for index, matrix in enumerate(group.matrices):
-            entry = _Entry(matrix, matrix.param, factor, index, group)
-            by_dtype.setdefault((matrix.param.tensor.dtype, factor.dtype), []).append(entry)
-    for (param, factor_dtype), entries in by_dtype.items():
-        rules = [(entry.matrix.scale, entry.matrix.group) for entry in entries]
-        table = _table(entries, rules, torch.float64)
+    where = [factor.data_ptr() for factor in factors]
+    if pack.prepared.get("factors") != where:
+        pack.prepared["factors"] = where
+        pack.prepared["out"] = _copy_out_tables(pack, factors)
+    for table in pack.prepared["out"]:
+        param, factor = (_triton_dtype(dtype) for dtype in table.dtypes)
         launch(
             copy_out_kernel,
             (len(table.tile_matrix),),
-            *table,
+            table.rows,
+            table.rules,
+            table.tile_matrix,
             hyper,
-            PARAM_DTYPE=_triton_dtype(param),
-            FACTOR_DTYPE=_triton_dtype(factor_dtype),
+            PARAM_DTYPE=param,
+            FACTOR_DTYPE=factor,
             BLOCK=BLOCK,
             INTERPRET=interpreting(),
         )
 
 
-def _table(entries: Sequence[_Entry], rules: Sequence[tuple[float, ...]], rules_dtype: torch.dtype) -> _Table:
-    """The device-side description of `entries`, and of which tile belongs to which."""
-    rows = np.empty((len(entries), FIELDS.value), dtype=np.int64)
-    tiles = np.empty(len(entries), dtype=np.int64)
+def _copy_in_tables(pack: Pack) -> list[_Table]:
+    by_dtype: dict[tuple[torch.dtype, ...], list[_Entry]] = {}
+    for group in pack.groups:
+        for place, matrix in enumerate(group.matrices):
+            key = (_grad(matrix).tensor.dtype, matrix.momentum.tensor.dtype, group.workspace.dtype)
+            by_dtype.setdefault(key, []).append(_Entry(matrix, group.workspace, place, group))
+    tables = []
+    for dtypes, entries in by_dtype.items():
+        matrices = [entry.matrix for entry in entries]
+        rules = torch.tensor([(m.mu, 1 - m.mu, m.ema, m.nesterov) for m in matrices], dtype=torch.float32)
+        tables.append(_table(entries, [_grad(matrix) for matrix in matrices], dtypes, rules))
+    return tables
+
+
+def _copy_out_tables(pack: Pack, factors: Sequence[Tensor]) -> list[_Table]:
+    by_dtype: dict[tuple[torch.dtype, ...], list[_Entry]] = {}
+    for group, factor in zip(pack.groups, factors, strict=True):
+        for place, matrix in enumerate(group.matrices):
+            key = (matrix.param.tensor.dtype, factor.dtype)
+            by_dtype.setdefault(key, []).append(_Entry(matrix, factor, place, group))
+    tables = []
+    for dtypes, entries in by_dtype.items():
+        matrices = [entry.matrix for entry in entries]
+        rules = torch.tensor([(m.scale, m.group) for m in matrices], dtype=torch.float64)
+        tables.append(_table(entries, [matrix.param for matrix in matrices], dtypes, rules))
+    return tables
+
+
+def _table(entries: list[_Entry], sources: Sequence[Strided], dtypes: tuple[torch.dtype, ...], rules: Tensor) -> _Table:
+    host_rows = torch.empty(len(entries), FIELDS.value, dtype=torch.int64)
+    tiles: list[int] = []
     first_tile = 0
-    for n, (matrix, source, batch, place, group) in enumerate(entries):
+    for n, ((matrix, batch, place, group), source) in enumerate(zip(entries, sources, strict=True)):
         stride = batch.stride(1)
         tall = matrix.rows > matrix.cols
         padded_rows, padded_cols = (stride, matrix.cols) if tall else (matrix.rows, stride)
         across = -(-padded_cols // BLOCK)
-        tiles[n] = across * -(-padded_rows // BLOCK)
-        rows[n] = (
-            source.data_ptr(),
-            matrix.momentum.data_ptr(),
-            batch.data_ptr() + place * batch.stride(0) * batch.element_size(),
-            matrix.rows,
-            matrix.cols,
-            source.row_stride,
-            source.col_stride,
-            matrix.momentum.row_stride,
-            matrix.momentum.col_stride,
-            stride,
-            padded_rows,
-            padded_cols,
-            across,
-            first_tile,
-            group.sq_norm.data_ptr() + place * group.sq_norm.element_size(),
-            0 if group.scale is None else group.scale.data_ptr() + place * group.scale.element_size(),
-        )
-        first_tile += int(tiles[n])
+        row = {
+            SOURCE: source.data_ptr(),
+            MOMENTUM: matrix.momentum.data_ptr(),
+            PACKED: batch.data_ptr() + place * batch.stride(0) * batch.element_size(),
+            ROWS: matrix.rows,
+            COLS: matrix.cols,
+            SOURCE_ROW_STRIDE: source.row_stride,
+            SOURCE_COL_STRIDE: source.col_stride,
+            MOMENTUM_ROW_STRIDE: matrix.momentum.row_stride,
+            MOMENTUM_COL_STRIDE: matrix.momentum.col_stride,
+            PACKED_STRIDE: stride,
+            PADDED_ROWS: padded_rows,
+            PADDED_COLS: padded_cols,
+            TILES_ACROSS: across,
+            FIRST_TILE: first_tile,
+            SQ_NORM: group.sq_norm.data_ptr() + place * group.sq_norm.element_size(),
+            FP16_SCALE: 0 if group.scale is None else group.scale.data_ptr() + place * group.scale.element_size(),
+        }
+        for column, value in row.items():
+            host_rows[n, column.value] = value
+        tiles.append(across * -(-padded_rows // BLOCK))
+        first_tile += tiles[-1]
     device = entries[0].batch.device
-    tile_matrix = np.repeat(np.arange(len(entries), dtype=np.int32), tiles)
+    if device.type == "cuda":
+        host_rows = host_rows.pin_memory()
+    tile_matrix = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32), torch.tensor(tiles))
+    partial = torch.empty(first_tile, dtype=torch.float32, device=device)
+    # A copy even on a CPU: the interpreter's kernels must not see what is being written to `host_rows`.
     return _Table(
-        torch.from_numpy(rows).to(device),
-        torch.tensor(rules, dtype=rules_dtype).to(device),
-        torch.from_numpy(tile_matrix).to(device),
+        entries, dtypes, host_rows, host_rows.to(device, copy=True), rules.to(device), tile_matrix.to(device), partial
     )
+
+
+def _grad(matrix: PackedMatrix) -> Strided:
+    assert matrix.grad is not None
+    return matrix.grad
 
 
 def _triton_dtype(dtype: torch.dtype) -> tl.dtype:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class PackedMatrix:
 
     rows: int
     cols: int
-    grad: Strided  # fp32, bf16 or fp16; only read
+    grad: Strided | None  # fp32, bf16 or fp16; only read, and set anew for every copy-in
     momentum: Strided  # fp32, bf16 or fp16; updated in place
     param: Strided  # fp32, bf16 or fp16; updated in place
     mu: float  # momentum coefficient
@@ -74,7 +74,15 @@ class PackedGroup:
         return batch[index].mT if matrix.rows > matrix.cols else batch[index]
 
 
-def copy_in(groups: Sequence[PackedGroup]) -> None:
+@dataclass(slots=True)
+class Pack:
+    """The groups that are packed and unpacked together, and what a backend has prepared for them."""
+
+    groups: list[PackedGroup]
+    prepared: dict[str, Any] = field(default_factory=dict)
+
+
+def copy_in(pack: Pack) -> None:
     """Update every momentum in place and pack the matrices that Newton-Schulz takes.
 
     With `ema` m <- mu m + (1 - mu) g, otherwise m <- mu m + g. Packed is m, or with `nesterov` the same rule
@@ -83,10 +91,11 @@ def copy_in(groups: Sequence[PackedGroup]) -> None:
     `sq_norm` becomes the sum of squares of what was packed, before `scale` if there is one: in an fp16 workspace
     a matrix is stored times a power of two that brings its root mean square near 1 (`fp16_scale`).
     """
-    for group in groups:
+    for group in pack.groups:
         _zero_padding(group.workspace)
         for index, matrix in enumerate(group.matrices):
             momentum = matrix.momentum.view(matrix.rows, matrix.cols)
+            assert matrix.grad is not None
             grad = matrix.grad.view(matrix.rows, matrix.cols).to(momentum.dtype)
             out = group.packed(group.workspace, index)
             if matrix.ema:
@@ -125,18 +134,18 @@ def fp16_scale(sq_norm: Tensor, numel: int) -> Tensor:
     return torch.where((norm > 0) & norm.isfinite(), torch.exp2(exponent), 1.0)
 
 
-def copy_out(groups: Sequence[PackedGroup], factors: Sequence[Tensor], hyper: Tensor) -> None:
+def copy_out(pack: Pack, factors: Sequence[Tensor], hyper: Tensor) -> None:
     """Apply the orthogonal factors: p <- (1 - lr * weight_decay) p, then p <- p - lr * scale * O.
 
     Both results are rounded to the parameter's dtype, as torch.optim.Muon's two operations are.
 
     Args:
-        groups: as packed by `copy_in`.
+        pack: as packed by `copy_in`.
         factors: [B, r, s] per group, oriented as the workspace is.
         hyper: [groups of the optimizer, 2] float64: lr and weight_decay.
     """
     rates = hyper.tolist()
-    for group, factor in zip(groups, factors, strict=True):
+    for group, factor in zip(pack.groups, factors, strict=True):
         for index, matrix in enumerate(group.matrices):
             lr, weight_decay = rates[matrix.group]
             param = matrix.param.view(matrix.rows, matrix.cols)

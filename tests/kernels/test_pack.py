@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fused_lw.kernels import pack, pack_reference
 from fused_lw.kernels.launch import count_launches
-from fused_lw.kernels.pack_reference import PackedGroup, PackedMatrix, Strided
+from fused_lw.kernels.pack_reference import Pack, PackedGroup, PackedMatrix, Strided
 from fused_lw.kernels.products import row_stride
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,8 +104,8 @@ def test_copy_in(dtypes, ema, nesterov, shape, transposed):
     expected = [unfused_copy_in(matrix) for matrix in ours.matrices]
     gradients = [matrix.grad.tensor.clone() for matrix in ours.matrices]
 
-    pack.copy_in([ours])
-    pack_reference.copy_in([oracle])
+    pack.copy_in(Pack([ours]))
+    pack_reference.copy_in(Pack([oracle]))
 
     for group in (ours, oracle):
         for index, (m, u) in enumerate(expected):
@@ -138,8 +138,8 @@ def test_copy_out(param, factor, shape, transposed):
     decayed = [(m.param.view(*shape).float() * (1 - 0.5 * 0.25)).to(param).float() for m in ours.matrices]
     expected = [p - 0.5 * 1.5 * ours.packed(factors, i).float() for i, p in enumerate(decayed)]
 
-    pack.copy_out([ours], [factors], hyper)
-    pack_reference.copy_out([oracle], [factors], hyper)
+    pack.copy_out(Pack([ours]), [factors], hyper)
+    pack_reference.copy_out(Pack([oracle]), [factors], hyper)
 
     for group in (ours, oracle):
         for matrix, p in zip(group.matrices, expected, strict=True):
@@ -151,12 +151,14 @@ def test_one_launch_serves_all_shapes_and_each_gives_the_bits_it_gives_alone():
     together = [make_group(shape, count=1 + i % 3, seed=i) for i, shape in enumerate(shapes)]
     alone = [make_group(shape, count=1 + i % 3, seed=i) for i, shape in enumerate(shapes)]
     with count_launches() as launches:
-        pack.copy_in(together)
-        pack.copy_out(together, [g.workspace for g in together], torch.ones(1, 2, dtype=torch.float64, device=DEVICE))
+        pack.copy_in(Pack(together))
+        pack.copy_out(
+            Pack(together), [g.workspace for g in together], torch.ones(1, 2, dtype=torch.float64, device=DEVICE)
+        )
     assert launches == {"copy_in_kernel": 1, "sum_tiles_kernel": 1, "copy_out_kernel": 1}
     for group in alone:
-        pack.copy_in([group])
-        pack.copy_out([group], [group.workspace], torch.ones(1, 2, dtype=torch.float64, device=DEVICE))
+        pack.copy_in(Pack([group]))
+        pack.copy_out(Pack([group]), [group.workspace], hyper)
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one.workspace, other.workspace)
         assert torch.equal(one.sq_norm, other.sq_norm)
@@ -168,8 +170,8 @@ def test_one_launch_serves_all_shapes_and_each_gives_the_bits_it_gives_alone():
 def test_non_finite_gradient_stays_in_its_matrix(bad):
     group, clean = make_group((66, 70), count=3), make_group((66, 70), count=3)
     group.matrices[1].grad.tensor[3, 5] = bad
-    pack.copy_in([group])
-    pack.copy_in([clean])
+    pack.copy_in(Pack([group]))
+    pack.copy_in(Pack([clean]))
     assert not torch.isfinite(group.sq_norm[1])
     for index in (0, 2):
         assert torch.equal(group.workspace[index], clean.workspace[index])
@@ -183,7 +185,7 @@ def test_fp16_scale_keeps_extremes_in_range(module):
         matrix.momentum.tensor.zero_()
         matrix.grad.tensor.mul_(size)
     group.matrices[3].grad.tensor.zero_()[0, 0] = 1.0  # the whole norm in one element
-    module.copy_in([group])
+    module.copy_in(Pack([group]))
     assert torch.isfinite(group.workspace).all()
     assert not group.workspace[0].any()
     assert group.scale[0] == 1
