@@ -2,7 +2,8 @@
 
 Standard, per step: A = X X^T, B = bA + cA^2, X <- aX + BX.
 Gram: a segment of steps runs on R = X X^T alone, W = aI + bR + cR^2, Q <- QW, R <- (RW)W, and ends with X <- QX.
-The next segment restarts from that X, which stops the growth of what rounding put into R.
+The next segment restarts from that X, which stops the growth of what rounding put into R. What is stored is W - aI,
+and Q - aI after a segment's first step: while R is small the rounding of aI would be larger than all the rest.
 
 Every square matrix here is a polynomial of X X^T, so the squares are symmetric and commute. Gram wants them exactly
 symmetric: what rounding makes asymmetric grows 30 times more than the rest (float32, 128 x 512).
@@ -23,14 +24,15 @@ from fused_lw.kernels.products import Arena, General, InputNorm, Stage, Symmetri
 Algorithm = Literal["standard", "gram"]
 
 
-def segments(schedule: tuple[Triple, ...], dtype: torch.dtype) -> list[tuple[Triple, ...]]:
-    """Cut a schedule where the Gram iteration restarts: first and later segments differ in length.
+# Steps of the first and of every later segment of the Gram iteration. A third step without restart loses the small
+# singular values; a first segment of one step has the factor that a bf16 X, and so a bf16 factor, harms least.
+FIRST_SEGMENT = 1
+LATER_SEGMENT = 2
 
-    fp16 squares lose the small singular values by the third step. float32 squares do not, and later segments gain
-    from being short.
-    """
-    first, later = (2, 3) if dtype == torch.float16 else (3, 2)
-    cuts = [0, *range(first, len(schedule), later), len(schedule)]
+
+def segments(schedule: tuple[Triple, ...]) -> list[tuple[Triple, ...]]:
+    """Cut a schedule where the Gram iteration restarts."""
+    cuts = [0, *range(FIRST_SEGMENT, len(schedule), LATER_SEGMENT), len(schedule)]
     return [schedule[i:j] for i, j in itertools.pairwise(cuts)]
 
 
@@ -67,7 +69,7 @@ def standard(
         else:
             L, alpha = B.view(X.dtype), 1.0
             stages.append((Symmetric(X, X, A, alpha=g, norm=first),))
-            stages.append((Symmetric(A, A, L, alpha=c / g**2, C=A, beta=b / g),))
+            stages.append((Symmetric(A, A, L, alpha=c / g**2, beta=b / g),))
         stages.append((General(L, X, Y, alpha=alpha, beta=a, norm=first),))
         X, Y = Y, X.view(x_dtype)
     return stages, X
@@ -87,32 +89,33 @@ def gram(
     Y = arena.take(batch, r, s, x_dtype)
     stages: list[Stage] = []
     first: InputNorm | None = norm
-    for segment in segments(schedule, square_dtype):
+    for segment in segments(schedule):
         g = square_scale(r, square_dtype) if first is not None else 1.0
         stages.append((Symmetric(X, X, R, alpha=g, norm=first, exact=True),))
         Q: Tensor | None = None
+        shift = 0.0  # the factor of the segment so far is Q + shift * I
         for n, (a, b, c) in enumerate(segment):
             last = n == len(segment) - 1
             # The segment's last factor multiplies X, so it takes X's dtype; the others stay in the squares'.
             to_q = X.dtype if last else square_dtype
             W = free.pop().view(to_q if Q is None else square_dtype)
-            stages.append((Symmetric(R, R, W, alpha=c / g**2, C=R, beta=b / g, gamma=a, exact=True),))
-            products = [] if last else [Symmetric(R, W, T, exact=True)]
+            stages.append((Symmetric(R, R, W, alpha=c / g**2, beta=b / g, exact=True),))
+            products = [] if last else [Symmetric(R, W, T, beta=a, exact=True)]
             if Q is None:
-                Q = W
+                Q, shift = W, a
             else:
                 QW = free.pop().view(to_q)
-                products.append(Symmetric(Q, W, QW, exact=True))
+                products.append(Symmetric(Q, W, QW, beta=a, delta=shift, gamma=shift * a, exact=True))
                 free.append(Q)
-                Q = QW
+                Q, shift = QW, 0.0
             if products:
                 stages.append(tuple(products))
             if not last:
-                stages.append((Symmetric(T, W, R, exact=True),))
+                stages.append((Symmetric(T, W, R, beta=a, exact=True),))
             if W is not Q:
                 free.append(W)
         assert Q is not None, "a segment has at least one step"
-        stages.append((General(Q, X, Y, norm=first),))
+        stages.append((General(Q, X, Y, beta=shift, norm=first),))
         free.append(Q)
         X, Y = Y, X.view(x_dtype)
         first = None

@@ -24,17 +24,15 @@ Precision = Literal["fp32", "bf16", "fp16", "mixed"]
 
 ALGORITHMS = ("auto", "standard", "gram")
 
-# precision -> dtype of the input X, of every later X, of the squares of the standard and of the Gram iteration.
-# Gram in bf16 is unusable (errors above 1 on decaying spectra), so its squares are fp16 even there.
-_DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]] = {
-    "fp32": (torch.float32, torch.float32, torch.float32, torch.float32),
-    "bf16": (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16),
-    "fp16": (torch.float16, torch.float16, torch.float16, torch.float16),
-    "mixed": (torch.bfloat16, torch.float16, torch.float16, torch.float16),
+# precision -> dtype of the input X, of every later X, and of the squares. The squares of "bf16" are fp16, but for those
+# that multiply X: they have no need of bf16's range, and a Gram iteration in bf16 is unusable.
+_DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
+    "fp32": (torch.float32, torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16, torch.float16),
+    "fp16": (torch.float16, torch.float16, torch.float16),
+    "mixed": (torch.bfloat16, torch.float16, torch.float16),
 }
 
-# Gram's fp16 squares are as accurate as the standard iteration from this s/r on.
-GRAM_MIN_RATIO = 2.0
 # What a blocked symmetric product takes of a whole one on a CPU (measured at r = 768 to 1,536).
 BLOCKED_TRIANGLE = 0.8
 # Gram on the torch backend has to save a quarter of the work.
@@ -100,10 +98,9 @@ def _program(
     X: Tensor, norm: InputNorm, rule: NSRule, algorithm: Algorithm, arena: Arena
 ) -> tuple[list[Stage], Tensor]:
     """The stages that orthogonalize X, and the tensor that holds the result after them."""
-    _, x_dtype, standard_dtype, gram_dtype = _DTYPES[rule.precision]
-    if algorithm == "gram":
-        return gram(X, norm, rule.schedule, x_dtype, gram_dtype, arena)
-    return standard(X, norm, rule.schedule, x_dtype, standard_dtype, arena)
+    _, x_dtype, square_dtype = _DTYPES[rule.precision]
+    build = gram if algorithm == "gram" else standard
+    return build(X, norm, rule.schedule, x_dtype, square_dtype, arena)
 
 
 def _meta_program(shape: tuple[int, int, int], rule: NSRule, algorithm: Algorithm) -> tuple[list[Stage], Arena]:
@@ -118,8 +115,6 @@ def _meta_program(shape: tuple[int, int, int], rule: NSRule, algorithm: Algorith
 
 @functools.lru_cache(maxsize=1024)
 def _cheaper_algorithm(r: int, s: int, rule: NSRule, backend: ResolvedBackend) -> Algorithm:
-    if rule.precision != "fp32" and s < GRAM_MIN_RATIO * r:
-        return "standard"
     # The Triton kernels compute one triangle of a square, torch whole ones or, in blocks, little more than half.
     if backend == "triton":
         triangle = 0.5
@@ -332,7 +327,7 @@ def _pack(
     dtype = rule.workspace_dtype
     X = torch.empty(batch, r, row_stride(s, dtype), dtype=dtype, device=matrices.device)[..., :s]
     # One reduction a matrix: reducing a batch at once may sum in an order that depends on the batch.
-    sq_norm = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float32) for m in matrices]).square()
+    sq_norm = torch.stack([torch.linalg.vector_norm(m.float()) for m in matrices]).square()
     if rule.precision != "fp16":
         X.copy_(matrices)
         return Problem(X, sq_norm)

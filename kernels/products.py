@@ -33,18 +33,19 @@ class InputNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Symmetric:
-    """out = sigma^2 * alpha * P Q^T + beta * C + gamma * I, known to be symmetric.
+    """out = sigma^2 * alpha * P Q^T + beta * P + delta * Q + gamma * I, known to be symmetric.
 
-    Either P is Q, or P and Q are symmetric and commute. The Triton kernels compute the lower triangle and mirror
-    it. torch computes small squares whole, so theirs is symmetric only up to rounding unless `exact` asks for more.
+    Either P is Q, or P and Q are symmetric and commute; with beta or delta they are square. The Triton kernels compute
+    the lower triangle and mirror it. torch computes small squares whole, so theirs is symmetric only up to rounding
+    unless `exact` asks for more.
     """
 
     P: Tensor  # [B, r, k]
     Q: Tensor  # [B, r, k]
     out: Tensor  # [B, r, r], none of the operands
     alpha: float = 1.0
-    C: Tensor | None = None  # [B, r, r]
     beta: float = 0.0
+    delta: float = 0.0
     gamma: float = 0.0
     norm: InputNorm | None = None
     exact: bool = False

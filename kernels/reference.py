@@ -20,7 +20,15 @@ def run(product: Product) -> None:
         general_product(p.L, p.X, out=p.out, alpha=p.alpha, beta=p.beta, norm=p.norm)
     else:
         symmetric_product(
-            p.P, p.Q, out=p.out, alpha=p.alpha, C=p.C, beta=p.beta, gamma=p.gamma, norm=p.norm, exact=p.exact
+            p.P,
+            p.Q,
+            out=p.out,
+            alpha=p.alpha,
+            beta=p.beta,
+            delta=p.delta,
+            gamma=p.gamma,
+            norm=p.norm,
+            exact=p.exact,
         )
 
 
@@ -30,29 +38,31 @@ def symmetric_product(
     *,
     out: Tensor,  # [B, r, r]
     alpha: float = 1.0,
-    C: Tensor | None = None,  # [B, r, r]
     beta: float = 0.0,
+    delta: float = 0.0,
     gamma: float = 0.0,
     norm: InputNorm | None = None,
     exact: bool = True,
 ) -> None:
-    """out = sigma^2 alpha P Q^T + beta C + gamma I. See `products.Symmetric`."""
-    if norm is not None and C is not None:
-        raise ValueError("a product of the unnormalized input has no term beta * C")
+    """out = sigma^2 alpha P Q^T + beta P + delta Q + gamma I. See `products.Symmetric`."""
     product = _accumulator(out)
     P, Q = P.to(product.dtype), Q.to(product.dtype)
-    C, beta = (product, 0.0) if C is None else (C.to(product.dtype), beta)
+    if P is Q:
+        beta, delta = beta + delta, 0.0
+    addend = product if beta == 0.0 else P
     if _blocked(product):
-        for c, p, q, o in zip(C, P, Q, product, strict=True):
+        for c, p, q, o in zip(addend, P, Q, product, strict=True):
             _lower_blocks(c, p, q, beta, alpha, o)
     else:
-        torch.baddbmm(C, P, Q.mT, beta=beta, alpha=alpha, out=product)
-        if exact:
-            _mirror(product)
+        torch.baddbmm(addend, P, Q.mT, beta=beta, alpha=alpha, out=product)
     if norm is not None:
         product.mul_(norm.sigma().square()[:, None, None])
+    if delta != 0.0:
+        product.add_(Q, alpha=delta)
     if gamma != 0.0:
         product.diagonal(dim1=-2, dim2=-1).add_(gamma)
+    if exact and not _blocked(product):
+        _mirror(product)
     if product is not out:
         out.copy_(product)
 

@@ -31,10 +31,10 @@ def matrix(spectrum: str, r: int, s: int, seed: int = 0) -> Tensor:
 
 def exact(X: Tensor, schedule: Sequence[tuple[float, float, float]], norm_factor: float = 1.0) -> Tensor:
     """The polynomial of [..., M, N] in float64."""
+    if X.shape[-2] > X.shape[-1]:
+        return exact(X.mT, schedule, norm_factor).mT
     X = X.double()
     X = X / (norm_factor * torch.linalg.matrix_norm(X, keepdim=True))
-    if X.shape[-2] > X.shape[-1]:
-        return exact(X.mT, schedule).mT
     for a, b, c in schedule:
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X

@@ -1,0 +1,330 @@
+"""The product kernels: one launch computes the products of many batches of unlike shapes.
+
+Persistent programs walk the tiles of all problems of a table (`table.py`). A tile's sum always runs over its whole
+depth in the same steps, so a matrix gets the same bits whatever else is in the launch.
+
+Letters: r rows, s columns; a tile is (i, j) in units of tiles. Imported only where Triton is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fused_lw.kernels import table as _table
+
+FIRST_TILE = tl.constexpr(_table.FIRST_TILE)
+MATRIX_TILES = tl.constexpr(_table.MATRIX_TILES)
+LEFT = tl.constexpr(_table.LEFT)
+RIGHT = tl.constexpr(_table.RIGHT)
+OUT = tl.constexpr(_table.OUT)
+ROWS = tl.constexpr(_table.ROWS)
+COLUMNS = tl.constexpr(_table.COLUMNS)
+DEPTH = tl.constexpr(_table.DEPTH)
+LEFT_STRIDE = tl.constexpr(_table.LEFT_STRIDE)
+RIGHT_STRIDE = tl.constexpr(_table.RIGHT_STRIDE)
+OUT_STRIDE = tl.constexpr(_table.OUT_STRIDE)
+ALPHA = tl.constexpr(_table.ALPHA)
+BETA = tl.constexpr(_table.BETA)
+DELTA = tl.constexpr(_table.DELTA)
+GAMMA = tl.constexpr(_table.GAMMA)
+SQ_NORM = tl.constexpr(_table.SQ_NORM)
+SCALE = tl.constexpr(_table.SCALE)
+EPS = tl.constexpr(_table.EPS)
+EPS_IS_ADDED = tl.constexpr(_table.EPS_IS_ADDED)
+NORM_FACTOR = tl.constexpr(_table.NORM_FACTOR)
+FIELDS = tl.constexpr(_table.FIELDS)
+
+
+@triton.jit
+def _float(field):
+    """A table entry that holds a float32's bits."""
+    return tl.load(field).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _stride(field, ITEMSIZE: tl.constexpr):
+    """A row stride, with what the workspace promises about it: a multiple of 16 bytes."""
+    return tl.multiple_of(tl.load(field), 16 // ITEMSIZE)
+
+
+@triton.jit
+def _sigma(row, b):
+    """1/‖X_b‖ of an input stored unnormalized, or 1. See `products.InputNorm.sigma`."""
+    sigma = tl.full((), 1.0, tl.float32)
+    sq_norm = tl.load(row + SQ_NORM)
+    if sq_norm != 0:
+        norm = tl.sqrt_rn(tl.load(sq_norm.to(tl.pointer_type(tl.float32)) + b)) * _float(row + NORM_FACTOR)
+        eps = _float(row + EPS)
+        if tl.load(row + EPS_IS_ADDED) != 0:
+            norm += eps
+        else:
+            # NaN has to stay: a clamp that drops it would hide that the matrix is broken.
+            norm = tl.where(norm < eps, eps, norm)
+        sigma = tl.where(norm == 0.0, 0.0, tl.div_rn(1.0, norm))
+        scale = tl.load(row + SCALE)
+        if scale != 0:
+            sigma = tl.div_rn(sigma, tl.load(scale.to(tl.pointer_type(tl.float32)) + b))
+    return sigma
+
+
+@triton.jit
+def _triangle(t):
+    """(row, column) of entry t of a lower triangle numbered row by row."""
+    i = ((tl.sqrt(8.0 * t.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    # fp32 sqrt may be off by one row in either direction.
+    i = tl.where(i * (i + 1) // 2 > t, i - 1, i)
+    i = tl.where((i + 1) * (i + 2) // 2 <= t, i + 1, i)
+    return i, t - i * (i + 1) // 2
+
+
+@triton.jit
+def _lower_tile(t, n, GROUP: tl.constexpr):
+    """Tile t of the lower triangle of n x n tiles, in bands of GROUP rows.
+
+    A band is a rectangle left of the diagonal, walked column by column, and a small triangle.
+    """
+    # Numbered row by row or band by band, the same tiles lie above the top of a band.
+    row, _ = _triangle(t)
+    top = row // GROUP * GROUP
+    t -= top * (top + 1) // 2
+    rows = tl.minimum(GROUP, n - top)
+    i = top + t % rows
+    j = t // rows
+    if j >= top:
+        di, dj = _triangle(t - top * rows)
+        i = top + di
+        j = top + dj
+    return i, j
+
+
+@triton.jit
+def _grouped_tile(t, rows, columns, GROUP: tl.constexpr):
+    """Tile t of rows x columns tiles, in bands of GROUP rows walked column by column."""
+    top = t // (GROUP * columns) * GROUP
+    height = tl.minimum(GROUP, rows - top)
+    t -= top * columns
+    return top + t % height, t // height
+
+
+@triton.jit
+def _dot(a, b, acc, INTERPRET: tl.constexpr):
+    if INTERPRET and a.dtype == tl.bfloat16:
+        # The interpreter multiplies the raw bits of bf16 operands.
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _cast(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
+    """Round fp32 to nearest even."""
+    if INTERPRET and tl.bfloat16 == DTYPE:
+        # The interpreter truncates.
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _rows_by_rows(
+    P,  # [r, depth] one matrix
+    Q,  # [r, depth]
+    r,
+    depth,
+    stride,
+    i,
+    j,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Tile (i, j) of P Q^T, fp32."""
+    acc = tl.zeros((TILE, TILE), dtype=tl.float32)
+    if TMA:
+        p_tiles = tl.make_tensor_descriptor(P, [r, depth], [stride, 1], [TILE, BLOCK_K])
+        q_tiles = tl.make_tensor_descriptor(Q, [r, depth], [stride, 1], [TILE, BLOCK_K])
+        for k in range(0, depth, BLOCK_K):
+            acc = _dot(p_tiles.load([i * TILE, k]), q_tiles.load([j * TILE, k]).T, acc, INTERPRET)
+    else:
+        # Rows past the end repeat row 0: their products are never stored, and no load needs a mask.
+        p_rows = i * TILE + tl.arange(0, TILE)
+        p_rows = tl.where(p_rows < r, p_rows, 0).to(tl.int64)
+        q_rows = j * TILE + tl.arange(0, TILE)
+        q_rows = tl.where(q_rows < r, q_rows, 0).to(tl.int64)
+        ks = tl.arange(0, BLOCK_K)
+        p = P + p_rows[:, None] * stride + ks[None, :]
+        q = Q + q_rows[:, None] * stride + ks[None, :]
+        whole = depth // BLOCK_K * BLOCK_K
+        for _ in range(0, whole, BLOCK_K):
+            acc = _dot(tl.load(p), tl.load(q).T, acc, INTERPRET)
+            p += BLOCK_K
+            q += BLOCK_K
+        if whole < depth:
+            # Loads stay 16 bytes wide by taking in a row's padding, whose contents are then dropped.
+            stored = (whole + ks < stride)[None, :]
+            wanted = (whole + ks < depth)[None, :]
+            a = tl.where(wanted, tl.load(p, mask=stored, other=0.0), 0.0)
+            b = tl.where(wanted, tl.load(q, mask=stored, other=0.0), 0.0)
+            acc = _dot(a, b.T, acc, INTERPRET)
+    return acc
+
+
+@triton.jit
+def _rows_by_columns(
+    L,  # [r, r] one matrix
+    X,  # [r, s]
+    r,
+    s,
+    left_stride,
+    right_stride,
+    i,
+    j,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Tile (i, j) of L X, fp32."""
+    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    if TMA:
+        l_tiles = tl.make_tensor_descriptor(L, [r, r], [left_stride, 1], [TILE_M, BLOCK_K])
+        x_tiles = tl.make_tensor_descriptor(X, [r, s], [right_stride, 1], [BLOCK_K, TILE_N])
+        for k in range(0, r, BLOCK_K):
+            acc = _dot(l_tiles.load([i * TILE_M, k]), x_tiles.load([k, j * TILE_N]), acc, INTERPRET)
+    else:
+        rows = i * TILE_M + tl.arange(0, TILE_M)
+        rows = tl.where(rows < r, rows, 0).to(tl.int64)
+        columns = j * TILE_N + tl.arange(0, TILE_N)
+        # As above, columns past the end repeat others, 16 bytes at a time so that loads stay wide.
+        WIDE: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
+        columns = tl.where(columns < right_stride, columns, columns % WIDE)
+        columns = tl.max_contiguous(tl.multiple_of(columns, WIDE), WIDE)
+        ks = tl.arange(0, BLOCK_K)
+        left = L + rows[:, None] * left_stride + ks[None, :]
+        right = X + ks.to(tl.int64)[:, None] * right_stride + columns[None, :]
+        whole = r // BLOCK_K * BLOCK_K
+        for _ in range(0, whole, BLOCK_K):
+            acc = _dot(tl.load(left), tl.load(right), acc, INTERPRET)
+            left += BLOCK_K
+            right += BLOCK_K * right_stride
+        if whole < r:
+            wanted = whole + ks < r
+            a = tl.load(left, mask=(whole + ks < left_stride)[None, :], other=0.0)
+            a = tl.where(wanted[None, :], a, 0.0)
+            b = tl.load(right, mask=wanted[:, None], other=0.0)
+            acc = _dot(a, b, acc, INTERPRET)
+    return acc
+
+
+@triton.jit
+def symmetric_kernel(
+    table,  # [problems + 1, FIELDS] int64
+    total_tiles,
+    IN: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Every problem's out = sigma^2 alpha P Q^T + beta P + delta Q + gamma I: lower tiles, and their mirrors."""
+    IN_SIZE: tl.constexpr = IN.primitive_bitwidth // 8
+    OUT_SIZE: tl.constexpr = OUT_DTYPE.primitive_bitwidth // 8
+    row = table
+    for t in range(tl.program_id(0), total_tiles, tl.num_programs(0)):
+        while tl.load(row + FIELDS + FIRST_TILE) <= t:
+            row += FIELDS
+        r = tl.load(row + ROWS).to(tl.int32)
+        depth = tl.load(row + DEPTH).to(tl.int32)
+        stride = _stride(row + LEFT_STRIDE, IN_SIZE)
+        out_stride = _stride(row + OUT_STRIDE, OUT_SIZE)
+        matrix_tiles = tl.load(row + MATRIX_TILES).to(tl.int32)
+        t_of_problem = t - tl.load(row + FIRST_TILE).to(tl.int32)
+        b = (t_of_problem // matrix_tiles).to(tl.int64)
+        i, j = _lower_tile(t_of_problem % matrix_tiles, tl.cdiv(r, TILE), GROUP)
+
+        P = tl.multiple_of(tl.load(row + LEFT), 16).to(tl.pointer_type(IN)) + b * r * stride
+        Q = tl.multiple_of(tl.load(row + RIGHT), 16).to(tl.pointer_type(IN)) + b * r * stride
+        acc = _rows_by_rows(P, Q, r, depth, stride, i, j, TILE, BLOCK_K, TMA, INTERPRET)
+
+        sigma = _sigma(row, b)
+        acc *= _float(row + ALPHA) * sigma * sigma
+        rows = i * TILE + tl.arange(0, TILE)
+        columns = j * TILE + tl.arange(0, TILE)
+        # Up to the end of the padded row, so that loads and stores stay 16 bytes wide.
+        mask = (rows < r)[:, None] & (columns < out_stride)[None, :]
+        offsets = rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+        # Square operands lie as the output does, but for the width of the padding.
+        beta = _float(row + BETA)
+        delta = _float(row + DELTA)
+        operand_mask = (rows < r)[:, None] & (columns < stride)[None, :]
+        operand_offsets = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+        if beta != 0.0:
+            acc += beta * tl.load(P + operand_offsets, mask=operand_mask, other=0.0).to(tl.float32)
+        if delta != 0.0:
+            acc += delta * tl.load(Q + operand_offsets, mask=operand_mask, other=0.0).to(tl.float32)
+        acc = tl.where(rows[:, None] == columns[None, :], acc + _float(row + GAMMA), acc)
+        out = tl.multiple_of(tl.load(row + OUT), 16).to(tl.pointer_type(OUT_DTYPE)) + b * r * out_stride
+        tile = _cast(acc, OUT_DTYPE, INTERPRET)
+        mirror = tile.T
+        if i == j:
+            tile = tl.where(rows[:, None] >= columns[None, :], tile, mirror)
+        else:
+            # The mirror of a diagonal tile is the tile itself: storing it twice would be a race.
+            mirror_mask = (columns < r)[:, None] & (rows < out_stride)[None, :]
+            tl.store(out + columns.to(tl.int64)[:, None] * out_stride + rows[None, :], mirror, mask=mirror_mask)
+        tl.store(out + offsets, tile, mask=mask)
+
+
+@triton.jit
+def general_kernel(
+    table,  # [problems + 1, FIELDS] int64
+    total_tiles,
+    IN: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Every problem's out = sigma (alpha L X + beta X)."""
+    IN_SIZE: tl.constexpr = IN.primitive_bitwidth // 8
+    OUT_SIZE: tl.constexpr = OUT_DTYPE.primitive_bitwidth // 8
+    row = table
+    for t in range(tl.program_id(0), total_tiles, tl.num_programs(0)):
+        while tl.load(row + FIELDS + FIRST_TILE) <= t:
+            row += FIELDS
+        r = tl.load(row + ROWS).to(tl.int32)
+        s = tl.load(row + COLUMNS).to(tl.int32)
+        left_stride = _stride(row + LEFT_STRIDE, IN_SIZE)
+        right_stride = _stride(row + RIGHT_STRIDE, IN_SIZE)
+        out_stride = _stride(row + OUT_STRIDE, OUT_SIZE)
+        matrix_tiles = tl.load(row + MATRIX_TILES).to(tl.int32)
+        t_of_problem = t - tl.load(row + FIRST_TILE).to(tl.int32)
+        b = (t_of_problem // matrix_tiles).to(tl.int64)
+        i, j = _grouped_tile(t_of_problem % matrix_tiles, tl.cdiv(r, TILE_M), tl.cdiv(s, TILE_N), GROUP)
+
+        L = tl.multiple_of(tl.load(row + LEFT), 16).to(tl.pointer_type(IN)) + b * r * left_stride
+        X = tl.multiple_of(tl.load(row + RIGHT), 16).to(tl.pointer_type(IN)) + b * r * right_stride
+        acc = _rows_by_columns(L, X, r, s, left_stride, right_stride, i, j, TILE_M, TILE_N, BLOCK_K, TMA, INTERPRET)
+
+        acc *= _float(row + ALPHA)
+        rows = i * TILE_M + tl.arange(0, TILE_M)
+        columns = j * TILE_N + tl.arange(0, TILE_N)
+        beta = _float(row + BETA)
+        if beta != 0.0:
+            mask = (rows < r)[:, None] & (columns < right_stride)[None, :]
+            offsets = rows.to(tl.int64)[:, None] * right_stride + columns[None, :]
+            acc += beta * tl.load(X + offsets, mask=mask, other=0.0).to(tl.float32)
+        acc *= _sigma(row, b)
+        out = tl.multiple_of(tl.load(row + OUT), 16).to(tl.pointer_type(OUT_DTYPE)) + b * r * out_stride
+        mask = (rows < r)[:, None] & (columns < out_stride)[None, :]
+        offsets = rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+        tl.store(out + offsets, _cast(acc, OUT_DTYPE, INTERPRET), mask=mask)

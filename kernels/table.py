@@ -1,0 +1,95 @@
+"""The problem table of a grouped launch: one int64 row per product, pointers and sizes, walked by the kernels.
+
+A launch covers all products of one kind and dtypes that a stage has. Rows are in the order of their first tile, and a
+last row that holds only the total number of tiles ends the walk.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fused_lw.kernels.configs import ProductConfig
+from fused_lw.kernels.products import General, InputNorm, Product
+
+# Columns of the table. The kernels read them by these numbers.
+FIRST_TILE = 0
+MATRIX_TILES = 1
+LEFT = 2
+RIGHT = 3
+OUT = 4
+ROWS = 5
+COLUMNS = 6
+DEPTH = 7
+LEFT_STRIDE = 8
+RIGHT_STRIDE = 9
+OUT_STRIDE = 10
+ALPHA = 11
+BETA = 12
+DELTA = 13
+GAMMA = 14
+SQ_NORM = 15
+SCALE = 16
+EPS = 17
+EPS_IS_ADDED = 18
+NORM_FACTOR = 19
+FIELDS = 20
+
+
+def tiles_per_matrix(product: Product, config: ProductConfig) -> int:
+    """Output tiles that are computed for one matrix: the lower triangle of a symmetric product."""
+    rows = -(-product.out.shape[1] // config.tile_m)
+    if isinstance(product, General):
+        return rows * -(-product.out.shape[2] // config.tile_n)
+    return rows * (rows + 1) // 2
+
+
+def build(products: Sequence[Product], config: ProductConfig) -> tuple[list[int], int]:
+    """The table's rows, flattened, and the number of tiles."""
+    table: list[int] = []
+    first_tile = 0
+    for product in products:
+        tiles = tiles_per_matrix(product, config)
+        table += [first_tile, tiles, *_operands(product), *_norm(product.norm)]
+        first_tile += tiles * product.out.shape[0]
+    return [*table, first_tile, *[0] * (FIELDS - 1)], first_tile
+
+
+def _operands(p: Product) -> list[int]:
+    _, rows, columns = p.out.shape
+    left, right, delta, gamma = (p.L, p.X, 0.0, 0.0) if isinstance(p, General) else (p.P, p.Q, p.delta, p.gamma)
+    return [
+        left.data_ptr(),
+        right.data_ptr(),
+        p.out.data_ptr(),
+        rows,
+        columns,
+        left.shape[2],
+        left.stride(1),
+        right.stride(1),
+        p.out.stride(1),
+        _bits(p.alpha),
+        _bits(p.beta),
+        _bits(delta),
+        _bits(gamma),
+    ]
+
+
+def _norm(norm: InputNorm | None) -> list[int]:
+    if norm is None:
+        return [0, 0, 0, 0, 0]
+    scale = 0 if norm.scale is None else norm.scale.data_ptr()
+    return [norm.sq_norm.data_ptr(), scale, _bits(norm.eps), int(norm.eps_rule == "add"), _bits(norm.factor)]
+
+
+def _bits(value: float) -> int:
+    """A float32's bits as a non-negative integer."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def to_device(rows: list[int], device: torch.device) -> Tensor:
+    """The table as an int64 tensor on the device."""
+    return torch.tensor(rows, dtype=torch.int64).to(device)
