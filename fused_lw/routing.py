@@ -1,0 +1,171 @@
+"""Which parameters are matrices for Muon, and what the layout planner needs to know of them.
+
+One classification (`classify`) serves the planner and the split between Muon and AdamW: tags that a trainer put on a
+parameter come first, then the module that owns it, then its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fused_lw.layout import ParamSpec
+
+# "other": trainable, but not a matrix that Newton-Schulz should see, such as a depthwise convolution.
+Role = Literal["matrix", "embedding", "head", "vector", "other"]
+
+# Names of the module that holds an embedding or an output head, where modules are not at hand or are of no known type.
+EMBEDDINGS = frozenset(
+    {"embed", "embedding", "embeddings", "embed_tokens", "tok_embeddings", "token_embedding", "word_embeddings"}
+    | {"position_embeddings", "position_embedding", "pos_embed", "pos_embedding", "wte", "wpe"}
+    | {"cls_token", "mask_token", "register_tokens"}
+)
+HEADS = frozenset({"lm_head", "output_layer", "embed_out", "unembed", "unembedding"})
+# Heads only at the top of a model: inside blocks these names are ordinary projections.
+TOP_HEADS = frozenset({"head", "output", "classifier", "score"})
+# Added by DistributedDataParallel, torch.compile, and models that wrap a backbone.
+WRAPPERS = frozenset({"module", "model", "_orig_mod"})
+
+
+class Routed(NamedTuple):
+    """A trainable parameter and what it is."""
+
+    name: str
+    param: Tensor
+    role: Role
+
+
+def classify(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[Routed]:
+    """The role of every trainable parameter, in definition order; a tied parameter comes once, under its first name.
+
+    The tag `use_muon` decides where there is one; `is_embedding_or_output_parameter` and `shared_embedding` name
+    embeddings. Without tags, embeddings and heads are known by their modules and names, norms and biases by having
+    fewer than two dimensions.
+
+    Raises:
+        ValueError: naming the parameter, for one tagged `use_muon` that is not a matrix, or one not yet initialized.
+        TypeError: for anything but a module or (name, parameter) pairs.
+    """
+    owners: dict[int, list[nn.Module]] = {}
+    aliases: dict[int, list[str]] = {}
+    named: list[tuple[str, Tensor]] = []
+    if isinstance(model, nn.Module):
+        for module in model.modules():
+            for owned in module.parameters(recurse=False):
+                owners.setdefault(id(owned), []).append(module)
+        for name, owned in model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(owned), []).append(name)
+        named = [*model.named_parameters()]
+    else:
+        named = [_checked_pair(pair) for pair in model]
+    routed = []
+    seen: set[int] = set()
+    for name, param in named:
+        if not param.requires_grad or id(param) in seen:
+            continue
+        seen.add(id(param))
+        if is_lazy(param):
+            raise ValueError(f"parameter {name!r} is not initialized yet: run a forward pass first")
+        role = _role(aliases.get(id(param), [name]), param, owners.get(id(param), []))
+        use_muon = getattr(param, "use_muon", None)
+        if use_muon and param.ndim < 2:
+            raise ValueError(f"parameter {name!r} of shape {tuple(param.shape)} is tagged use_muon but is not a matrix")
+        if use_muon is not None:
+            role = "matrix" if use_muon else role if role != "matrix" else "other"
+        routed.append(Routed(name, param, role))
+    return routed
+
+
+def from_module(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[ParamSpec]:
+    """Specs of the matrices of a model, or of (name, parameter) pairs, for `fused_lw.layout.plan`.
+
+    Embeddings, heads, norms and biases are left out; an embedding tagged `shared_embedding` is placed, alone in its
+    bucket, unless `use_muon` is False on it. The tags `is_gtp_weight_remat`, `gtp_remat_size` and `pad_length` say
+    how rows are sharded over GTP and how many rows of the gathered matrix are padding.
+
+    Raises:
+        ValueError: naming the parameter, for what `classify` refuses, a dtype that is not floating point, no
+            elements, GTP tags on something that is not 2-D or that leave no row, or a name given twice.
+        TypeError: for anything but a module or (name, parameter) pairs.
+    """
+    specs = []
+    names: set[str] = set()
+    for name, param, role in classify(model):
+        shared = bool(getattr(param, "shared_embedding", False))
+        if role != "matrix" and not (shared and getattr(param, "use_muon", True)):
+            continue
+        if name in names:
+            raise ValueError(f"parameter {name!r} is given twice")
+        names.add(name)
+        specs.append(_spec(name, param, shared))
+    return specs
+
+
+def _spec(name: str, param: Tensor, shared: bool) -> ParamSpec:
+    shape = tuple(param.shape)
+    if not param.is_floating_point() or param.layout != torch.strided:
+        raise ValueError(
+            f"parameter {name!r} of shape {shape}: expected dense floating point, got {param.dtype}, {param.layout}"
+        )
+    if param.numel() == 0:
+        raise ValueError(f"parameter {name!r} of shape {shape} has no elements")
+    if not getattr(param, "is_gtp_weight_remat", False):
+        return ParamSpec(name, shape, shared_embedding=shared)
+    gtp_size, pad_rows = getattr(param, "gtp_remat_size", None), getattr(param, "pad_length", 0)
+    if not isinstance(gtp_size, int) or gtp_size < 1 or param.ndim != 2:
+        raise ValueError(
+            f"parameter {name!r} of shape {shape} is tagged is_gtp_weight_remat: expected two dimensions and a "
+            f"gtp_remat_size of at least 1, got {gtp_size!r}"
+        )
+    spec = ParamSpec(name, shape, gtp_size, pad_rows, shared)
+    if pad_rows < 0 or spec.full_shape[0] < 1:
+        raise ValueError(
+            f"parameter {name!r} of shape {shape}: pad_length {pad_rows} of {gtp_size} shards leaves no row"
+        )
+    return spec
+
+
+def _checked_pair(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
+        raise TypeError(f"expected a module or (name, parameter) pairs, got {type(pair).__name__}: {str(pair)[:80]}")
+    return pair
+
+
+def _role(names: list[str], param: Tensor, owners: list[nn.Module]) -> Role:
+    if getattr(param, "is_embedding_or_output_parameter", False) or getattr(param, "shared_embedding", False):
+        return "embedding"
+    if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
+        return "embedding"
+    by_name = [_role_of_name(name) for name in names]
+    if "embedding" in by_name:
+        return "embedding"
+    if param.ndim < 2:
+        return "vector"
+    if "head" in by_name:
+        return "head"
+    for owner in owners:
+        # A 1-D convolution has three dimensions, which would be read as stacked matrices; a grouped one mixes few
+        # channels, so its rows are no matrix to orthogonalize.
+        if isinstance(owner, nn.modules.conv._ConvNd) and (owner.groups > 1 or param.ndim == 3):
+            return "other"
+        if isinstance(owner, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
+            return "vector"
+    return "matrix"
+
+
+def _role_of_name(name: str) -> Role | None:
+    """By the module that holds the parameter, or by the parameter itself where it is not called weight or bias."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    if parts and parts[-1] in ("weight", "bias"):
+        parts.pop()
+    if not parts:
+        return None
+    if parts[-1] in EMBEDDINGS:
+        return "embedding"
+    if parts[-1] in HEADS or (len(parts) == 1 and parts[0] in TOP_HEADS):
+        return "head"
+    return None
