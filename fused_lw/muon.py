@@ -44,6 +44,7 @@ _CHOICES: dict[str, Sequence[Any]] = {
     "algorithm": ALGORITHMS,
     "precision": (None, "fp32", "bf16", "fp16", "mixed"),
     "higher_dims": ("auto", "batch", "flatten"),
+    "rounding": ("nearest", "stochastic"),
     "momentum_dtype": (None, torch.float32, torch.bfloat16, torch.float16),
 }
 
@@ -78,10 +79,18 @@ class Muon(Optimizer):
             are a convolution.
         split_rows: sizes of the blocks of rows that are matrices of their own, as in fused QKV.
         momentum_dtype: dtype of new momentum buffers; None takes the gradient's, as torch does.
+        master_weights: keep fp32 weights of bf16 and fp16 parameters (state key "master_param") and update those;
+            the parameter is their rounded copy, so do not change it behind the optimizer's back.
+        rounding: how bf16 parameters without master weights are rounded: "nearest", as torch does, or
+            "stochastic", which keeps updates below half a unit in the last place on average.
+        seed: of the stochastic rounding: a run with the same seed rounds the same way.
+        capturable: never wait for the device and copy nothing to it once the first step is done, so that a step
+            can be captured in a CUDA graph. A tensor lr or weight_decay must then be on the parameters' device;
+            changed in place, it changes the replayed update.
         max_scratch_bytes: bound of the scratch memory per device; None takes 1 GiB on a CPU and a sixteenth of
             a GPU's memory.
 
-    All but `backend` and `max_scratch_bytes` can be set per parameter group.
+    All but `backend`, `capturable` and `max_scratch_bytes` can be set per parameter group.
 
     Raises:
         ValueError, TypeError: at construction and in `add_param_group` for a parameter or an option that cannot
@@ -110,6 +119,10 @@ class Muon(Optimizer):
         higher_dims: HigherDims = "auto",
         split_rows: Sequence[int] | None = None,
         momentum_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        seed: int = 0,
+        capturable: bool = False,
         max_scratch_bytes: int | None = None,
     ) -> None:
         defaults = {
@@ -127,6 +140,10 @@ class Muon(Optimizer):
             "higher_dims": higher_dims,
             "split_rows": split_rows,
             "momentum_dtype": momentum_dtype,
+            "master_weights": master_weights,
+            "rounding": rounding,
+            "seed": seed,
+            "capturable": capturable,
             "max_scratch_bytes": max_scratch_bytes,
         }
         _check_options(defaults)
@@ -160,14 +177,10 @@ class Muon(Optimizer):
                 group.setdefault(key, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but a momentum keeps the dtype that it was saved in instead of taking the parameter's."""
+        """As torch's, but momenta and master weights keep their dtype instead of taking the parameter's."""
         super().load_state_dict(state_dict)
-        saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in zip(saved_ids, params, strict=True):
-            saved = state_dict["state"].get(index, {}).get("momentum_buffer")
-            if saved is not None and saved.dtype != param.dtype:
-                self.state[param]["momentum_buffer"] = saved.to(device=param.device, copy=True)
+        keep_saved_dtypes(self, state_dict, "momentum_buffer")
+        keep_saved_dtypes(self, state_dict, "master_param")
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -175,6 +188,8 @@ class Muon(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    # A compiled training step breaks its graph here, instead of tracing through the packing.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient. Gradients are only read.
@@ -189,10 +204,27 @@ class Muon(Optimizer):
 
         for group in self.param_groups:
             _check_options(group)
+            if group["capturable"]:
+                _check_devices(group)
+            if group["rounding"] == "stochastic":
+                _start_count(group)
         if not hasattr(self, "_updater"):  # lost by deepcopy and pickle, which keep state and groups only
             self._updater = Updater(self.defaults["backend"], self.defaults["max_scratch_bytes"])
         step_groups(self.param_groups, [_rule(group) for group in self.param_groups], self.state, self._updater)
+        for group in self.param_groups:
+            if group["rounding"] == "stochastic":
+                group["steps_done"] += 1
         return loss
+
+
+def keep_saved_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], key: str) -> None:
+    """Undo, after `load_state_dict`, torch's cast of the momenta under `key` to their parameters' dtypes."""
+    saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in zip(saved_ids, params, strict=True):
+        saved = state_dict["state"].get(index, {}).get(key)
+        if saved is not None and saved.dtype != param.dtype:
+            optimizer.state[param][key] = saved.to(device=param.device, copy=True)
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -201,6 +233,8 @@ def _check_options(options: dict[str, Any]) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"a tensor lr must have one element, not shape {tuple(lr.shape)}")
     for key in ("lr", "weight_decay", "momentum", "eps"):
+        if options["capturable"] and isinstance(options[key], Tensor):
+            continue  # looking at it would wait for its device
         if not options[key] >= 0:
             raise ValueError(f"{key} must be at least 0, not {options[key]}")
     for key, choices in _CHOICES.items():
@@ -212,11 +246,34 @@ def _check_options(options: dict[str, Any]) -> None:
     schedule(_hashable(options["ns_coefficients"]), options["ns_steps"])
 
 
+def _check_devices(group: dict[str, Any]) -> None:
+    """A captured step cannot wait for a learning rate to come from another device."""
+    for key in ("lr", "weight_decay"):
+        for param in group["params"]:
+            if isinstance(group[key], Tensor) and group[key].device != param.device:
+                raise ValueError(
+                    f"with capturable=True a tensor {key} must be on the parameters' device {param.device}, "
+                    f"not {group[key].device}"
+                )
+
+
+def _start_count(group: dict[str, Any]) -> None:
+    """Make the count of steps that stochastic rounding draws its noise from; on the device in a captured step."""
+    count = group.setdefault("steps_done", 0)
+    if group["capturable"] and not isinstance(count, Tensor) and group["params"]:
+        group["steps_done"] = torch.tensor(float(count), device=group["params"][0].device)
+
+
 def _rule(group: dict[str, Any]) -> MatrixRule:
     split = group["split_rows"]
+
+    def number(value: float | Tensor) -> float | Tensor:
+        # Reading a tensor waits for its device, so a captured step leaves it there.
+        return value if group["capturable"] else float(value)
+
     return MatrixRule(
-        lr=float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
+        lr=number(group["lr"]),
+        weight_decay=number(group["weight_decay"]),
         momentum=float(group["momentum"]),
         nesterov=bool(group["nesterov"]),
         scale=SCALES[group["adjust_lr_fn"]],
@@ -225,6 +282,10 @@ def _rule(group: dict[str, Any]) -> MatrixRule:
         momentum_dtype=group["momentum_dtype"],
         higher_dims=group["higher_dims"],
         split_rows=None if split is None else tuple(split),
+        master_weights=group["master_weights"],
+        stochastic=group["rounding"] == "stochastic",
+        seed=group["seed"],
+        steps_done=group.get("steps_done", 0),
     )
 
 
