@@ -63,6 +63,7 @@ def step_groups(
             view,
             rules[index].ns_on(param.device),
             index,
+            _master(param, state[param]) if rules[index].master_weights else None,
         )
         for name, param, view, index in found
     ]
@@ -75,6 +76,8 @@ def check_param(name: str, param: Tensor, rule: MatrixRule) -> None:
         raise ValueError(f"{name} of shape {tuple(param.shape)} is {param.dtype}: Muon takes real floating point")
     if any(stride == 0 and size > 1 for size, stride in zip(param.shape, param.stride(), strict=True)):
         raise ValueError(f"{name} of shape {tuple(param.shape)} is expanded: its elements share memory")
+    if rule.stochastic and param.dtype == torch.float16:
+        raise ValueError(f"{name} is float16: stochastic rounding is for bfloat16 parameters")
     try:
         _view(param, rule)
     except ValueError as error:
@@ -113,3 +116,12 @@ def _momentum(param: Tensor, view: MatrixView, state: dict[str, Any], rule: Matr
         momentum = torch.empty_like(param, dtype=momentum.dtype).copy_(momentum)
     state[rule.state_key] = momentum
     return momentum
+
+
+def _master(param: Tensor, state: dict[str, Any]) -> Tensor | None:
+    if param.dtype in (torch.float32, torch.float64):
+        return None
+    if "master_param" not in state:
+        state["master_param"] = param.detach().float()
+    master: Tensor = state["master_param"]
+    return master

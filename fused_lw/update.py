@@ -8,6 +8,7 @@ bound. Every chunk goes copy-in -> Newton-Schulz -> copy-out.
 from __future__ import annotations
 
 import functools
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,8 +37,8 @@ Slice = tuple[Shape, int, int]  # matrices start:stop of the shape's
 class MatrixRule:
     """How the matrices of one parameter group are read and updated."""
 
-    lr: float
-    weight_decay: float  # decoupled: times the unscaled lr
+    lr: float | Tensor  # a tensor (0-d, on the parameters' device) is read on the device, without waiting for it
+    weight_decay: float | Tensor  # decoupled: times the unscaled lr
     momentum: float
     nesterov: bool
     scale: Callable[[int, int], float]  # of the update, from a matrix's rows and columns
@@ -48,6 +49,10 @@ class MatrixRule:
     momentum_dtype: torch.dtype | None = None  # of new momenta; None takes the gradient's
     higher_dims: HigherDims = "auto"
     split_rows: tuple[int, ...] | None = None
+    master_weights: bool = False  # of parameters below fp32: updated instead, kept under "master_param"
+    stochastic: bool = False  # rounding of bf16 parameters without master weights
+    seed: int = 0  # of the stochastic rounding
+    steps_done: float | Tensor = 0.0  # counts the noise on from step to step
 
     def ns_on(self, device: torch.device) -> NSRule:
         return _with_precision(self.ns, self.precision or default_precision(device))
@@ -73,6 +78,7 @@ class Work(NamedTuple):
     view: MatrixView
     ns: NSRule
     group: int  # index of its MatrixRule
+    master: Tensor | None = None  # fp32
 
 
 class _Chunk(NamedTuple):
@@ -83,7 +89,7 @@ class _Chunk(NamedTuple):
     problems: list[Problem]
     ns: NSRule
     backend: ResolvedBackend
-    hyper: Tensor  # [groups, 2] float64: lr, weight decay
+    hyper: Tensor  # [groups, 3] float64: lr, weight decay, steps done
     scratch: Tensor  # uint8, what the workspaces leave
 
 
@@ -166,7 +172,7 @@ class Updater:
         arena = Arena(scratch)
         groups, located = [], []
         for same in members:
-            matrices = [_packed_matrix(work[index], block, rules[work[index].group]) for index, block in same]
+            matrices = [_packed_matrix(work[index], block, rules[work[index].group], index) for index, block in same]
             located += [(matrix, index, block) for matrix, (index, block) in zip(matrices, same, strict=True)]
             workspace = arena.take(len(same), *_oriented(same[0][1]), ns.workspace_dtype)
             norms = torch.empty(2, len(same), dtype=torch.float32, device=hyper.device)
@@ -178,17 +184,22 @@ class Updater:
 
 
 class _Hyper:
-    """Learning rates and weight decays on a device, written only where they changed."""
+    """What changes from step to step in a rule, on a device: written only where it changed."""
 
     def __init__(self, groups: int, device: torch.device) -> None:
-        self.table = torch.zeros(groups, 2, dtype=torch.float64, device=device)
-        self._written: list[tuple[float, float]] = []
+        self.table = torch.zeros(groups, 3, dtype=torch.float64, device=device)
+        self._written: list[list[float]] = []
 
     def write(self, rules: Sequence[MatrixRule]) -> None:
-        values = [(rule.lr, rule.weight_decay) for rule in rules]
-        if values != self._written:
-            self.table.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
-            self._written = values
+        values = [(rule.lr, rule.weight_decay, rule.steps_done) for rule in rules]
+        numbers = [[0.0 if isinstance(value, Tensor) else value for value in row] for row in values]
+        if numbers != self._written:
+            self.table.copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
+            self._written = numbers
+        for index, row in enumerate(values):
+            for column, value in enumerate(row):
+                if isinstance(value, Tensor):
+                    self.table[index, column].copy_(value.view(()), non_blocking=True)
 
 
 def _signature(work: Sequence[Work], rules: Sequence[MatrixRule]) -> tuple[Any, ...]:
@@ -206,13 +217,16 @@ def _signature(work: Sequence[Work], rules: Sequence[MatrixRule]) -> tuple[Any, 
             item.view,
             item.ns,
             item.group,
+            None if item.master is None else (item.master.data_ptr(), item.master.stride()),
         )
         for item in work
     )
-    return items, tuple((rule.momentum, rule.nesterov, rule.ema, rule.scale) for rule in rules)
+    return items, tuple(
+        (rule.momentum, rule.nesterov, rule.ema, rule.scale, rule.stochastic, rule.seed) for rule in rules
+    )
 
 
-def _packed_matrix(item: Work, block: Block, rule: MatrixRule) -> PackedMatrix:
+def _packed_matrix(item: Work, block: Block, rule: MatrixRule, index: int) -> PackedMatrix:
     return PackedMatrix(
         rows=block.rows,
         cols=block.cols,
@@ -224,6 +238,10 @@ def _packed_matrix(item: Work, block: Block, rule: MatrixRule) -> PackedMatrix:
         nesterov=rule.nesterov,
         scale=rule.scale(block.rows, block.cols),
         group=item.group,
+        master=None if item.master is None else item.view.locate(item.master, block),
+        stochastic=rule.stochastic and item.master is None and item.param.dtype == torch.bfloat16,
+        # Matrices must not share their noise. crc32 spreads neighbouring numbers over 32 bits.
+        noise_key=zlib.crc32(repr((rule.seed, index, block.lead, block.first_row)).encode()),
     )
 
 

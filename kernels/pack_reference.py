@@ -46,6 +46,9 @@ class PackedMatrix:
     nesterov: bool
     scale: float  # of the update, from the matrix's shape
     group: int  # row of the table of learning rates and weight decays
+    master: Strided | None = None  # fp32 weights that are updated instead and rounded into the parameter
+    stochastic: bool = False  # round a bf16 parameter stochastically
+    noise_key: int = 0  # 32 bits that the noise of this matrix starts from
 
 
 @dataclass(slots=True)
@@ -137,21 +140,67 @@ def fp16_scale(sq_norm: Tensor, numel: int) -> Tensor:
 def copy_out(pack: Pack, factors: Sequence[Tensor], hyper: Tensor) -> None:
     """Apply the orthogonal factors: p <- (1 - lr * weight_decay) p, then p <- p - lr * scale * O.
 
-    Both results are rounded to the parameter's dtype, as torch.optim.Muon's two operations are.
+    Both results are rounded to the parameter's dtype, as torch.optim.Muon's two operations are. With master
+    weights the same is done to those, and the parameter becomes their rounded copy; with stochastic rounding the
+    whole update is computed in fp32 and rounded once.
 
     Args:
         pack: as packed by `copy_in`.
         factors: [B, r, s] per group, oriented as the workspace is.
-        hyper: [groups of the optimizer, 2] float64: lr and weight_decay.
+        hyper: [groups of the optimizer, 3] float64: lr, weight_decay, count of steps (for the noise).
     """
-    rates = hyper.tolist()
+    # Read on a CPU; left as 0-d tensors on a GPU, where reading them would wait for it.
+    rates: Any = hyper.tolist() if hyper.device.type == "cpu" else hyper
     for group, factor in zip(pack.groups, factors, strict=True):
         for index, matrix in enumerate(group.matrices):
-            lr, weight_decay = rates[matrix.group]
+            lr, weight_decay, step = rates[matrix.group]
+            decay, rate = 1 - lr * weight_decay, lr * matrix.scale
             param = matrix.param.view(matrix.rows, matrix.cols)
-            if weight_decay:
-                param.mul_(1 - lr * weight_decay)
-            param.add_(group.packed(factor, index), alpha=-lr * matrix.scale)
+            o = group.packed(factor, index)
+            if matrix.master is not None:
+                master = matrix.master.view(matrix.rows, matrix.cols)
+                param.copy_(_apply(master, o, decay, rate))
+            elif matrix.stochastic:
+                updated = _apply(param.float(), o, decay, rate)
+                param.copy_(round_stochastically(updated, matrix.noise_key, step))
+            else:
+                _apply(param, o, decay, rate)
+
+
+def _apply(
+    p: Tensor,  # [R, C], updated in place
+    o: Tensor,  # [R, C]
+    decay: float | Tensor,
+    rate: float | Tensor,
+) -> Tensor:
+    if isinstance(rate, Tensor):
+        return p.mul_(decay).sub_(o * rate)
+    if decay != 1:
+        p.mul_(decay)
+    return p.add_(o, alpha=-rate)
+
+
+def round_stochastically(x: Tensor, noise_key: int, step: float | Tensor) -> Tensor:
+    """fp32 to bf16, up with the probability of what is cut off, down otherwise.
+
+    The noise is a function of (noise_key, step, index of the element) alone, so that a run can be repeated.
+    Infinities and NaN stay.
+    """
+    index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    step = torch.as_tensor(step, device=x.device).long()
+    key = _mix((step * 0x9E3779B9 + noise_key) & 0xFFFFFFFF)
+    noise = _mix(key ^ _mix(index & 0xFFFFFFFF)) & 0xFFFF
+    bits = (x.contiguous().view(torch.int32).long() + noise) & 0xFFFF0000
+    # The low half of an int64 that may be above the largest int32
+    rounded = torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).bfloat16()
+
+
+def _mix(h: Tensor) -> Tensor:  # int64, 32 bits of it used
+    """A bijection of 32-bit integers whose outputs look random (MurmurHash3's finalizer, Austin Appleby)."""
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return h ^ (h >> 16)
 
 
 def _zero_padding(workspace: Tensor) -> None:

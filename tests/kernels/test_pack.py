@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
@@ -134,7 +138,7 @@ def test_copy_in(dtypes, ema, nesterov, shape, transposed):
 def test_copy_out(param, factor, shape, transposed):
     ours, oracle = (make_group(shape, param=param, transposed=transposed) for _ in range(2))
     factors = torch.randn(ours.workspace.shape, device=DEVICE).to(factor)
-    hyper = torch.tensor([[0.5, 0.25]], dtype=torch.float64, device=DEVICE)
+    hyper = torch.tensor([[0.5, 0.25, 3.0]], dtype=torch.float64, device=DEVICE)
     decayed = [(m.param.view(*shape).float() * (1 - 0.5 * 0.25)).to(param).float() for m in ours.matrices]
     expected = [p - 0.5 * 1.5 * ours.packed(factors, i).float() for i, p in enumerate(decayed)]
 
@@ -146,15 +150,115 @@ def test_copy_out(param, factor, shape, transposed):
             assert_within_rounding(matrix.param.view(*shape), p, param)
 
 
+@pytest.mark.parametrize("param", [torch.bfloat16, torch.float16], ids=DTYPE_IDS.get)
+def test_copy_out_updates_master_weights_and_rounds_them_into_the_parameter(param):
+    groups = [make_group((66, 130), param=param) for _ in range(2)]
+    factors = torch.randn(groups[0].workspace.shape, device=DEVICE)
+    hyper = torch.tensor([[0.5, 0.25, 0.0]], dtype=torch.float64, device=DEVICE)
+    for group, module in zip(groups, (pack, pack_reference), strict=True):
+        masters = [matrix.param.tensor.float() + 1e-4 for matrix in group.matrices]
+        expected = [master * (1 - 0.125) - 0.75 * factor for master, factor in zip(masters, factors, strict=True)]
+        for matrix, master in zip(group.matrices, masters, strict=True):
+            matrix.master = strided(master)
+        module.copy_out(Pack([group]), [factors], hyper)
+        for matrix, master, p in zip(group.matrices, masters, expected, strict=True):
+            assert_within_rounding(master, p, torch.float32)
+            assert torch.equal(matrix.param.tensor, master.to(param))
+
+
+def test_stochastic_rounding_is_the_same_on_both_backends_and_unbiased():
+    shape = (66, 134)
+    ours, oracle = (make_group(shape, param=torch.bfloat16) for _ in range(2))
+    # No update: what is rounded is p * decay, the same bits on both backends.
+    factors = torch.zeros(ours.workspace.shape, device=DEVICE)
+    hyper = torch.tensor([[0.5, 0.0625, 7.0]], dtype=torch.float64, device=DEVICE)
+    exact = [matrix.param.tensor.float() * (1 - 0.5 * 0.0625) for matrix in ours.matrices]
+    for group, module in ((ours, pack), (oracle, pack_reference)):
+        for key, matrix in enumerate(group.matrices):
+            matrix.stochastic, matrix.noise_key = True, 1234 + key
+        module.copy_out(Pack([group]), [factors], hyper)
+    for a, b, p in zip(ours.matrices, oracle.matrices, exact, strict=True):
+        assert torch.equal(a.param.tensor, b.param.tensor)
+        error = (a.param.tensor.float() - p) / p
+        assert error.abs().max() < 2**-7, "one of the two neighbours"
+        assert (a.param.tensor != p.bfloat16()).float().mean() > 0.2, "not to the nearest"
+        # The mean error of n roundings, each within 2^-7, deviates from 0 by about 2^-8 / sqrt(n).
+        assert error.mean().abs() < 4 * 2**-8 / error.numel() ** 0.5
+
+
+def test_stochastic_rounding_noise_is_uniform_and_differs_by_key_step_and_element():
+    x = torch.full((512, 512), 1 + 2**-9)  # a quarter of the way from 1 to the next bf16
+    seeds = itertools.product((0, 1, 2**32 - 1), (0, 1))
+    up = [pack_reference.round_stochastically(x, key, step) > 1 for key, step in seeds]
+    for drawn in up:
+        assert abs(float(drawn.float().mean()) - 0.25) < 4 * (0.25 * 0.75 / x.numel()) ** 0.5
+        rows = drawn.float().mean(dim=1)
+        assert rows.std() < 1.5 * (0.25 * 0.75 / 512) ** 0.5
+    for one, other in itertools.combinations(up, 2):
+        together = float((one & other).float().mean())
+        assert abs(together - 0.0625) < 4 * (0.0625 / x.numel()) ** 0.5, "independent draws"
+    special = torch.tensor([[float("nan"), float("inf"), -float("inf"), 0.0, 3.3e38]])
+    rounded = pack_reference.round_stochastically(special, 5, 5)
+    assert rounded[0, 0].isnan()
+    assert rounded[0, 1:4].tolist() == [float("inf"), -float("inf"), 0.0]
+    assert rounded[0, 4].isfinite()
+
+
+@pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
+@pytest.mark.parametrize(
+    ("workspace", "per_element"), [(torch.bfloat16, 14), (torch.float16, 22)], ids=["bf16", "fp16"]
+)
+def test_bytes_that_the_kernels_move(monkeypatch, workspace, per_element, nesterov):
+    """Counted at the interpreter's loads and stores; on top come rules and tile sums, some 50 bytes a tile and pass."""
+    if DEVICE.type != "cpu":
+        pytest.skip("only the interpreter's loads and stores can be counted")
+    shape = (128, 256)
+    numel = 2 * shape[0] * shape[1]
+    group = make_group(shape, workspace=workspace, nesterov=nesterov)
+    with counted_bytes(monkeypatch) as moved:
+        pack.copy_in(Pack([group]))
+    if workspace == torch.float16 and not nesterov:
+        per_element = 18  # the second pass needs no gradient
+    assert per_element <= moved["elements"] / numel < per_element + 0.03
+    assert moved["table"] / (numel / pack.BLOCK**2) < 512, "bytes of the table read per tile"
+    with counted_bytes(monkeypatch) as moved:
+        hyper = torch.ones(1, 3, dtype=torch.float64)
+        pack.copy_out(Pack([group]), [group.workspace], hyper)
+    assert 10 <= moved["elements"] / numel < 10.02
+
+
+@contextmanager
+def counted_bytes(monkeypatch):
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    moved = Counter[str]()
+
+    def counting(name):
+        original = getattr(InterpreterBuilder, name)
+
+        def wrapped(self, pointers, *arguments):
+            element = pointers.get_element_ty().primitive_bitwidth // 8
+            masked = [a for a in arguments if getattr(a, "data", None) is not None and a.data.dtype == bool]
+            touched = int(masked[0].data.sum()) if "masked" in name else pointers.data.size
+            moved["table" if element == 8 else "elements"] += element * touched
+            return original(self, pointers, *arguments)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for name in ("create_load", "create_store", "create_masked_load", "create_masked_store"):
+            patch.setattr(InterpreterBuilder, name, counting(name))
+        yield moved
+
+
 def test_one_launch_serves_all_shapes_and_each_gives_the_bits_it_gives_alone():
     shapes = [(64, 64), (7, 13), (130, 66), (66, 130), (1, 9), (9, 1)]
     together = [make_group(shape, count=1 + i % 3, seed=i) for i, shape in enumerate(shapes)]
     alone = [make_group(shape, count=1 + i % 3, seed=i) for i, shape in enumerate(shapes)]
+    hyper = torch.ones(1, 3, dtype=torch.float64, device=DEVICE)
     with count_launches() as launches:
         pack.copy_in(Pack(together))
-        pack.copy_out(
-            Pack(together), [g.workspace for g in together], torch.ones(1, 2, dtype=torch.float64, device=DEVICE)
-        )
+        pack.copy_out(Pack(together), [group.workspace for group in together], hyper)
     assert launches == {"copy_in_kernel": 1, "sum_tiles_kernel": 1, "copy_out_kernel": 1}
     for group in alone:
         pack.copy_in(Pack([group]))
