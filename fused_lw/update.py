@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fused_lw.kernels import pack_reference
 from fused_lw.kernels.device import Backend, ResolvedBackend, resolve_backend
-from fused_lw.kernels.newton_schulz import NSRule, Precision, Problem, orthogonalize, scratch_nbytes
+from fused_lw.kernels.newton_schulz import NSRule, Precision, Problem, prepare, scratch_nbytes
 from fused_lw.kernels.pack_reference import Pack, PackedGroup, PackedMatrix
 from fused_lw.kernels.products import Arena
 from fused_lw.matrices import Block, HigherDims, MatrixView
@@ -86,11 +86,9 @@ class _Chunk(NamedTuple):
 
     pack: Pack
     members: list[tuple[PackedMatrix, int, Block]]  # with the index of its Work
-    problems: list[Problem]
-    ns: NSRule
+    orthogonalize: Callable[[], list[Tensor]]
     backend: ResolvedBackend
     hyper: Tensor  # [groups, 3] float64: lr, weight decay, steps done
-    scratch: Tensor  # uint8, what the workspaces leave
 
 
 class Updater:
@@ -127,8 +125,7 @@ class Updater:
                 matrix.grad = work[index].view.locate(work[index].grad, block)
             pack = _pack_module(chunk.backend)
             pack.copy_in(chunk.pack)
-            factors = orthogonalize(chunk.problems, chunk.ns, backend=chunk.backend, scratch=chunk.scratch)
-            pack.copy_out(chunk.pack, factors, chunk.hyper)
+            pack.copy_out(chunk.pack, chunk.orthogonalize(), chunk.hyper)
             for matrix, _, _ in chunk.members:
                 matrix.grad = None  # or zero_grad(set_to_none=True) would free nothing
 
@@ -180,7 +177,8 @@ class Updater:
             groups.append(PackedGroup(matrices, workspace, norms[0], scale))
         problems = [Problem(group.workspace, group.sq_norm, group.scale) for group in groups]
         backend = resolve_backend(self.backend, hyper.device)
-        return _Chunk(Pack(groups), located, problems, ns, backend, hyper, scratch[arena.nbytes :])
+        orthogonalize = prepare(problems, ns, backend=backend, scratch=scratch[arena.nbytes :])
+        return _Chunk(Pack(groups), located, orthogonalize, backend, hyper)
 
 
 class _Hyper:

@@ -6,7 +6,8 @@ Letters: B matrices of one shape, r rows, s columns (r <= s after orientation).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -177,6 +178,21 @@ def orthogonalize(
     Raises:
         ValueError: an X of the wrong dtype or layout, or too little scratch.
     """
+    return prepare(problems, rule, backend=backend, scratch=scratch)()
+
+
+def prepare(
+    problems: Sequence[Problem],
+    rule: NSRule,
+    *,
+    backend: ResolvedBackend,
+    scratch: Tensor,  # [n] uint8, as `orthogonalize` takes it
+) -> Callable[[], list[Tensor]]:
+    """Check and describe what `orthogonalize` would run, once.
+
+    Each call of what is returned orthogonalizes what then lies in the problems' X and returns the results, always
+    the same tensors; it copies nothing to the device and waits for nothing.
+    """
     shapes = [_check_problem(i, problem, rule) for i, problem in enumerate(problems)]
     needed = scratch_nbytes(shapes, rule, backend=backend)
     if scratch.dtype != torch.uint8 or scratch.ndim != 1 or scratch.numel() < needed:
@@ -184,22 +200,25 @@ def orthogonalize(
             f"scratch must be a 1-D uint8 tensor of at least {needed} bytes; got {scratch.dtype} {tuple(scratch.shape)}"
         )
     if backend == "torch":
-        for problem, shape in zip(problems, shapes, strict=True):
-            _orthogonalize_torch(problem, shape, rule, scratch)
-        x_dtype = _DTYPES[rule.precision][1]
-        return [problem.X.view(x_dtype) for problem in problems]
+        return _prepare_torch(problems, shapes, rule, scratch)
     # Imported here: these modules need Triton, which is not everywhere.
-    from fused_lw.kernels.triton_backend import run_programs
+    from fused_lw.kernels.triton_backend import describe, run_launches
 
     arena = Arena(scratch)
-    programs, results = [], []
+    programs: list[list[Stage]] = []
+    results: list[Tensor] = []
     for problem, (_, r, s) in zip(problems, shapes, strict=True):
         algorithm = rule.resolve_algorithm(r, s, backend)
         stages, result = _program(problem.X, _input_norm(problem, rule), rule, algorithm, arena)
         programs.append(stages)
         results.append(result)
-    run_programs(programs)
-    return results
+    launches = describe(programs)
+
+    def run_triton() -> list[Tensor]:
+        run_launches(launches)
+        return results
+
+    return run_triton
 
 
 def _input_norm(problem: Problem, rule: NSRule, chunk: slice = slice(None)) -> InputNorm:
@@ -207,20 +226,31 @@ def _input_norm(problem: Problem, rule: NSRule, chunk: slice = slice(None)) -> I
     return InputNorm(problem.sq_norm[chunk], scale, rule.eps, rule.eps_rule, rule.norm_factor)
 
 
-def _orthogonalize_torch(problem: Problem, shape: tuple[int, int, int], rule: NSRule, scratch: Tensor) -> None:
-    """Leaves the result in problem.X: the chunks share scratch."""
-    batch, r, s = shape
-    algorithm = rule.resolve_algorithm(r, s, "torch")
-    size = _torch_chunk(shape, rule)
-    for start in range(0, batch, size):
-        chunk = slice(start, min(start + size, batch))
-        X = problem.X[chunk]
-        stages, result = _program(X, _input_norm(problem, rule, chunk), rule, algorithm, Arena(scratch))
-        for stage in stages:
-            for product in stage:
+def _prepare_torch(
+    problems: Sequence[Problem], shapes: Sequence[tuple[int, int, int]], rule: NSRule, scratch: Tensor
+) -> Callable[[], list[Tensor]]:
+    """One chunk of one problem after the other, all in the same scratch, each leaving its result in problem.X."""
+    chunks: list[tuple[list[Stage], Tensor, Tensor]] = []  # program, where it leaves its result, where that goes
+    for problem, shape in zip(problems, shapes, strict=True):
+        batch, r, s = shape
+        algorithm = rule.resolve_algorithm(r, s, "torch")
+        size = _torch_chunk(shape, rule)
+        for start in range(0, batch, size):
+            chunk = slice(start, min(start + size, batch))
+            X = problem.X[chunk]
+            stages, result = _program(X, _input_norm(problem, rule, chunk), rule, algorithm, Arena(scratch))
+            chunks.append((stages, result, X.view(result.dtype)))
+    results = [problem.X.view(_DTYPES[rule.precision][1]) for problem in problems]
+
+    def run() -> list[Tensor]:
+        for stages, result, home in chunks:
+            for product in itertools.chain.from_iterable(stages):
                 reference.run(product)
-        if result.data_ptr() != X.data_ptr():
-            X.view(result.dtype).copy_(result)
+            if result.data_ptr() != home.data_ptr():
+                home.copy_(result)
+        return results
+
+    return run
 
 
 def _check_problem(i: int, problem: Problem, rule: NSRule) -> tuple[int, int, int]:

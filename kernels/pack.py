@@ -326,6 +326,7 @@ class _Table(NamedTuple):
 
     entries: list[_Entry]
     options: dict[str, Any]  # of the kernel
+    sources: list[int]  # where the sources were when `rows` was last written
     host_rows: Tensor  # int64 [n, FIELDS], pinned where the device is a GPU
     rows: Tensor  # the same on the device
     rules: Tensor  # [n, ...]
@@ -334,11 +335,11 @@ class _Table(NamedTuple):
 
     def refresh(self, sources: Sequence[Strided]) -> None:
         """Note where the sources are now; nothing is copied unless one has moved."""
-        now = torch.tensor([source.data_ptr() for source in sources], dtype=torch.int64)
-        column = self.host_rows[:, SOURCE.value]
-        if not torch.equal(column, now):
-            column.copy_(now)
+        now = [source.data_ptr() for source in sources]
+        if now != self.sources:
+            self.sources[:] = now
             wide = [_wide(entry, source) for entry, source in zip(self.entries, sources, strict=True)]
+            self.host_rows[:, SOURCE.value] = torch.tensor(now, dtype=torch.int64)
             self.host_rows[:, ALIGNED.value] = torch.tensor(wide)
             self.rows.copy_(self.host_rows, non_blocking=True)
 
@@ -467,7 +468,8 @@ def _table(entries: list[_Entry], options: dict[str, Any], rules: Tensor) -> _Ta
     partial = torch.empty(first_tile, dtype=torch.float32, device=device)
     # A copy even on a CPU: the interpreter's kernels must not see what is being written to `host_rows`.
     rows = host_rows.to(device, copy=True)
-    return _Table(entries, options, host_rows, rows, rules.to(device), tile_matrix.to(device), partial)
+    sources = [entry.source.data_ptr() for entry in entries]
+    return _Table(entries, options, sources, host_rows, rows, rules.to(device), tile_matrix.to(device), partial)
 
 
 def _wide(entry: _Entry, source: Strided) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,11 +20,20 @@ from fused_lw.kernels.products import Product, Stage
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def run_programs(programs: Sequence[Sequence[Stage]]) -> None:
-    """Run every program's stages in order, independent programs side by side."""
+class Launch(NamedTuple):
+    """One launch: the products of a stage that share a kernel and dtypes, described in a table on the device."""
+
+    key: LaunchKey
+    config: ProductConfig
+    rows: Tensor  # int64, from the first row of this launch on
+    tiles: int
+
+
+def describe(programs: Sequence[Sequence[Stage]]) -> list[Launch]:
+    """The launches that run every program's stages in order, independent programs side by side."""
     launches = merge(programs)
     if not launches:
-        return
+        return []
     device = launches[0][1][0].out.device
     arch = architecture(device)
     rows: list[int] = []
@@ -35,15 +45,20 @@ def run_programs(programs: Sequence[Sequence[Stage]]) -> None:
         rows += flat
     # One copy to the device for all launches of the call.
     tables = table.to_device(rows, device)
-    if any(config.tma for _, config, _, _ in plan):
+    return [Launch(key, config, tables[start:], tiles) for key, config, start, tiles in plan]
+
+
+def run_launches(launches: Sequence[Launch]) -> None:
+    """Run what `describe` described; it may be run again whenever its operands hold new numbers."""
+    if any(launch_.config.tma for launch_ in launches):
         triton.set_allocator(_descriptor_memory)
-    for key, config, start, tiles in plan:
-        _launch(key, config, tables[start:], tiles)
+    for launch_ in launches:
+        _launch(*launch_)
 
 
 def run_product(product: Product) -> None:
     """Compute one product into its `out`: `reference.run` on Triton."""
-    run_programs([[(product,)]])
+    run_launches(describe([[(product,)]]))
 
 
 def _launch(key: LaunchKey, config: ProductConfig, rows: Tensor, tiles: int) -> None:

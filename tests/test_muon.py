@@ -138,13 +138,18 @@ def test_low_precision_agrees_between_backends(precision):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_one_batch_per_oriented_shape_whatever_the_group(monkeypatch, backend):
     batches = []
-    orthogonalize = update_module.orthogonalize
+    prepare = update_module.prepare
 
     def counting(problems, rule, **kwargs):
-        batches.extend(tuple(problem.X.shape) for problem in problems)
-        return orthogonalize(problems, rule, **kwargs)
+        orthogonalize = prepare(problems, rule, **kwargs)
 
-    monkeypatch.setattr(update_module, "orthogonalize", counting)
+        def counted():
+            batches.extend(tuple(problem.X.shape) for problem in problems)
+            return orthogonalize()
+
+        return counted
+
+    monkeypatch.setattr(update_module, "prepare", counting)
     params = make_params([(8, 16), (16, 8), (8, 16), (16, 16), (5, 8, 16), (16, 4, 2, 2), (16, 16)])
     groups = [{"params": params[:3], "lr": 0.1}, {"params": params[3:], "momentum": 0.5, "nesterov": False}]
     optimizer = fused_lw.Muon(groups, backend=backend)
