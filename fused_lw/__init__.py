@@ -11,13 +11,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fused_lw.muon import Muon
+    from fused_lw.replace import replace_step, restore_step
+    from fused_lw.routing import split_params
+    from fused_lw.rules import StepRule, ns_rule, register_rule
+    from fused_lw.update import MatrixRule
 
-__all__ = ["Muon", "__version__"]
+__all__ = [
+    "MatrixRule",
+    "Muon",
+    "StepRule",
+    "__version__",
+    "ns_rule",
+    "register_rule",
+    "replace_step",
+    "restore_step",
+    "split_params",
+]
 
 __version__ = "0.1.0"
 
 # Imported when first asked for, so that planning (`fused_lw.layout`) does not wait for torch.
-_HOMES = {"Muon": "fused_lw.muon"}
+_HOMES = {
+    "MatrixRule": "fused_lw.update",
+    "Muon": "fused_lw.muon",
+    "StepRule": "fused_lw.rules",
+    "ns_rule": "fused_lw.rules",
+    "register_rule": "fused_lw.rules",
+    "replace_step": "fused_lw.replace",
+    "restore_step": "fused_lw.replace",
+    "split_params": "fused_lw.routing",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,9 +7,11 @@ parameter come first, then the module that owns it, then its name.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -37,6 +39,7 @@ class Routed(NamedTuple):
     name: str
     param: Tensor
     role: Role
+    reason: str
 
 
 def classify(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[Routed]:
@@ -70,13 +73,14 @@ def classify(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[Routed]:
         seen.add(id(param))
         if is_lazy(param):
             raise ValueError(f"parameter {name!r} is not initialized yet: run a forward pass first")
-        role = _role(aliases.get(id(param), [name]), param, owners.get(id(param), []))
+        role, reason = _role(aliases.get(id(param), [name]), param, owners.get(id(param), []))
         use_muon = getattr(param, "use_muon", None)
         if use_muon and param.ndim < 2:
             raise ValueError(f"parameter {name!r} of shape {tuple(param.shape)} is tagged use_muon but is not a matrix")
         if use_muon is not None:
             role = "matrix" if use_muon else role if role != "matrix" else "other"
-        routed.append(Routed(name, param, role))
+            reason = f"tagged use_muon={bool(use_muon)}"
+        routed.append(Routed(name, param, role, reason))
     return routed
 
 
@@ -94,18 +98,19 @@ def from_module(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[ParamSp
     """
     specs = []
     names: set[str] = set()
-    for name, param, role in classify(model):
+    for name, param, role, _ in classify(model):
         shared = bool(getattr(param, "shared_embedding", False))
         if role != "matrix" and not (shared and getattr(param, "use_muon", True)):
             continue
         if name in names:
             raise ValueError(f"parameter {name!r} is given twice")
         names.add(name)
-        specs.append(_spec(name, param, shared))
+        specs.append(param_spec(name, param, shared))
     return specs
 
 
-def _spec(name: str, param: Tensor, shared: bool) -> ParamSpec:
+def param_spec(name: str, param: Tensor, shared: bool) -> ParamSpec:
+    """What the layout planner needs to know of a parameter; raises a ValueError naming one that cannot be placed."""
     shape = tuple(param.shape)
     if not param.is_floating_point() or param.layout != torch.strided:
         raise ValueError(
@@ -129,32 +134,92 @@ def _spec(name: str, param: Tensor, shared: bool) -> ParamSpec:
     return spec
 
 
+@dataclass(frozen=True)
+class ParamSplit:
+    """The trainable parameters of a model, divided between Muon and AdamW. Tied parameters come once."""
+
+    routed: tuple[Routed, ...]  # definition order
+
+    @property
+    def matrices(self) -> list[tuple[str, Tensor]]:
+        """(name, parameter) of what Muon takes."""
+        return [(name, param) for name, param, role, _ in self.routed if role == "matrix"]
+
+    @property
+    def others(self) -> list[tuple[str, Tensor]]:
+        """(name, parameter) of embeddings, heads, norms, biases and the rest."""
+        return [(name, param) for name, param, role, _ in self.routed if role != "matrix"]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Parameter groups with the key "use_muon", as `fused_lw.MuonWithAuxAdamW` takes them."""
+        both = ((True, self.matrices), (False, self.others))
+        return [{"params": params, "use_muon": use_muon} for use_muon, params in both if params]
+
+    def table(self) -> Table:
+        """One row a parameter: its name, shape, what steps it, and why."""
+        table = Table()
+        for heading in ("parameter", "shape", "stepped by", "role", "why"):
+            table.add_column(heading)
+        for name, param, role, reason in self.routed:
+            shape = " x ".join(map(str, param.shape)) or "scalar"
+            table.add_row(name, shape, "Muon" if role == "matrix" else "AdamW", role, reason)
+        return table
+
+
+def split_params(model: nn.Module | Iterable[tuple[str, Tensor]]) -> ParamSplit:
+    """Divide the trainable parameters of a model, or of (name, parameter) pairs, between Muon and AdamW.
+
+    Muon takes matrices: weights of two dimensions, stacked experts and convolutions, but no embeddings, heads, norms
+    or biases. Every parameter comes with the reason. A tag `use_muon` on a parameter decides against all other
+    signs. `fused-lw doctor --model package.module:factory` prints the division.
+
+    Raises:
+        ValueError, TypeError: as `classify`.
+    """
+    return ParamSplit(tuple(classify(model)))
+
+
 def _checked_pair(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
         raise TypeError(f"expected a module or (name, parameter) pairs, got {type(pair).__name__}: {str(pair)[:80]}")
     return pair
 
 
-def _role(names: list[str], param: Tensor, owners: list[nn.Module]) -> Role:
-    if getattr(param, "is_embedding_or_output_parameter", False) or getattr(param, "shared_embedding", False):
-        return "embedding"
-    if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
-        return "embedding"
-    by_name = [_role_of_name(name) for name in names]
+def _role(names: list[str], param: Tensor, owners: list[nn.Module]) -> tuple[Role, str]:
+    """What a parameter is by all but its tag `use_muon`, and why."""
+    for tag in ("is_embedding_or_output_parameter", "shared_embedding"):
+        if getattr(param, tag, False):
+            return "embedding", f"tagged {tag}"
+    for owner in owners:
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            return "embedding", f"weight of {_article(owner)}"
+    by_name = {_role_of_name(name): name for name in reversed(names)}
     if "embedding" in by_name:
-        return "embedding"
+        return "embedding", f"called {by_name['embedding']!r}"
     if param.ndim < 2:
-        return "vector"
+        return "vector", f"{param.ndim} dimensions" if param.ndim != 1 else "1 dimension"
     if "head" in by_name:
-        return "head"
+        return "head", f"called {by_name['head']!r}"
     for owner in owners:
         # A 1-D convolution has three dimensions, which would be read as stacked matrices; a grouped one mixes few
         # channels, so its rows are no matrix to orthogonalize.
         if isinstance(owner, nn.modules.conv._ConvNd) and (owner.groups > 1 or param.ndim == 3):
-            return "other"
+            return (
+                "other",
+                f"weight of a grouped {_name(owner)}" if owner.groups > 1 else f"weight of {_article(owner)}",
+            )
         if isinstance(owner, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
-            return "vector"
-    return "matrix"
+            return "vector", f"weight of {_article(owner)}"
+    shape = "2 dimensions" if param.ndim == 2 else "stacked matrices" if param.ndim == 3 else "a convolution, flattened"
+    return "matrix", f"{shape}, weight of {_article(owners[0])}" if owners else shape
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _article(module: nn.Module) -> str:
+    return f"{'an' if _name(module)[:1] in 'AEIOU' else 'a'} {_name(module)}"
 
 
 def _role_of_name(name: str) -> Role | None:

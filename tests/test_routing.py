@@ -52,7 +52,7 @@ def test_matrices_in_definition_order() -> None:
 def test_every_trainable_parameter_has_one_role() -> None:
     model = Model()
     model.blocks[0].qkv.weight.requires_grad_(False)
-    roles = {name: role for name, _, role in classify(model)}
+    roles = {name: role for name, _, role, _ in classify(model)}
     assert set(roles) == {name for name, param in model.named_parameters() if param.requires_grad}
     assert roles["wte.weight"] == roles["memory.weight"] == roles["pos_embed"] == "embedding"
     assert roles["output.weight"] == "head"
@@ -62,7 +62,7 @@ def test_every_trainable_parameter_has_one_role() -> None:
 
 
 def test_tied_head_is_an_embedding_once() -> None:
-    named = [(name, role) for name, _, role in classify(Model(tied=True)) if role in ("embedding", "head")]
+    named = [(name, role) for name, _, role, _ in classify(Model(tied=True)) if role in ("embedding", "head")]
     assert named == [("pos_embed", "embedding"), ("wte.weight", "embedding"), ("memory.weight", "embedding")]
 
 
