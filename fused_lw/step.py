@@ -45,6 +45,11 @@ def step_groups(
             name = names[position] if names else f"parameter {position} of group {index}"
             resolved = resolve_backend(updater.backend, param.device)
             _check_grad(name, param, param.grad, resolved)
+            before = updater.grad_dtypes.get(id(param), param.grad.dtype)
+            if param.grad.dtype != before:
+                raise ValueError(
+                    f"{name} of shape {tuple(param.shape)} has a {param.grad.dtype} gradient, which was {before} before"
+                )
             view = _view(param, rule)
             check_scratch(
                 f"{name} of shape {tuple(param.shape)}",
@@ -54,6 +59,8 @@ def step_groups(
                 bound=updater.max_scratch_bytes,
             )
             found.append((name, param, view, index))
+    _check_overlap(found, updater)
+    updater.grad_dtypes.update((id(param), param.grad.dtype) for _, param, _, _ in found if param.grad is not None)
     work = [
         Work(
             name,
@@ -74,6 +81,8 @@ def check_param(name: str, param: Tensor, rule: MatrixRule) -> None:
     """Raise a ValueError that names the parameter if it cannot be updated by `rule`."""
     if param.is_complex() or not param.is_floating_point():
         raise ValueError(f"{name} of shape {tuple(param.shape)} is {param.dtype}: Muon takes real floating point")
+    if param.is_inference():
+        raise ValueError(f"{name} of shape {tuple(param.shape)} was made in inference mode: it is read-only")
     if any(stride == 0 and size > 1 for size, stride in zip(param.shape, param.stride(), strict=True)):
         raise ValueError(f"{name} of shape {tuple(param.shape)} is expanded: its elements share memory")
     if rule.stochastic and param.dtype == torch.float16:
@@ -94,6 +103,30 @@ def _check_grad(name: str, param: Tensor, grad: Tensor, backend: str) -> None:
         raise ValueError(f"{where} on {param.device} has a gradient {tuple(grad.shape)} on {grad.device}")
     if backend == "triton" and torch.float64 in (grad.dtype, param.dtype):
         raise ValueError(f"{where} is float64, which the Triton backend does not take: use backend='torch'")
+
+
+def _check_overlap(found: Sequence[tuple[str, Tensor, MatrixView, int]], updater: Updater) -> None:
+    """Raise a ValueError that names two parameters that share memory. Looked at only when a parameter moved.
+
+    Parameters with gaps between their elements may interleave without sharing any; they are taken at their word
+    unless they begin at the same address.
+    """
+    spans = [(param.data_ptr(), name, param) for name, param, _, _ in found if param.numel()]
+    addresses = [address for address, _, _ in spans]
+    if addresses == updater.checked_addresses:
+        return
+    end, owner = 0, ""
+    start = -1
+    for address, name, param in sorted(spans, key=lambda span: span[:2]):
+        dense = param.numel() == 1 + sum((n - 1) * d for n, d in zip(param.shape, param.stride(), strict=True))
+        if address == start or (dense and address < end):
+            raise ValueError(f"{owner} and {name} overlap: they share memory, so neither can be updated alone")
+        start = address
+        if dense:
+            end, owner = address + param.numel() * param.element_size(), name
+        else:
+            owner = name
+    updater.checked_addresses = addresses
 
 
 def _view(param: Tensor, rule: MatrixRule) -> MatrixView:

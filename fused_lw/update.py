@@ -106,6 +106,8 @@ class Updater:
     def __init__(self, backend: Backend, max_scratch_bytes: int | None = None) -> None:
         self.backend: Backend = backend
         self.max_scratch_bytes = max_scratch_bytes
+        self.grad_dtypes: dict[int, torch.dtype] = {}  # of the parameters by id, as the last step saw them
+        self.checked_addresses: list[int] = []  # of parameters known not to overlap
         self._scratch: dict[torch.device, Tensor] = {}
         self._signature: tuple[Any, ...] | None = None
         self._chunks: list[_Chunk] = []

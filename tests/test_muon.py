@@ -426,6 +426,49 @@ def test_unusable_tensors_are_refused_before_any_state_changes(kind):
     assert not optimizer.state
 
 
+def test_a_gradient_of_another_dtype_than_before_is_refused():
+    first, second = make_params([(4, 4), (4, 4)])
+    optimizer = fused_lw.Muon([("first", first), ("second", second)])
+    set_grads([first, second], 0)
+    optimizer.step()
+    first_before, second.data = first.detach().clone(), second.data.bfloat16()
+    second.grad = None
+    second.grad = torch.ones(4, 4, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"second of shape .*bfloat16 gradient, which was torch\.float32 before"):
+        optimizer.step()
+    assert torch.equal(first, first_before)
+
+
+def test_overlapping_parameters_are_refused_by_name():
+    flat = torch.randn(96)
+    first = torch.nn.Parameter(flat[:64].view(8, 8))
+    shifted = torch.nn.Parameter(flat[32:96].view(8, 8))
+    apart = torch.nn.Parameter(flat[64:].view(4, 8))
+    for param in (first, shifted, apart):
+        param.grad = torch.ones_like(param)
+    before = flat.clone()
+    with pytest.raises(ValueError, match="first and shifted overlap"):
+        fused_lw.Muon([("first", first), ("shifted", shifted)]).step()
+    assert torch.equal(flat, before)
+    fused_lw.Muon([("first", first), ("apart", apart)]).step()
+    assert not torch.equal(flat[:64], before[:64])
+
+
+def test_interleaved_columns_of_one_buffer_are_separate_parameters():
+    buffer = torch.randn(8, 12)
+    left, right = (torch.nn.Parameter(part) for part in buffer.split(6, dim=1))
+    for param in (left, right):
+        param.grad = torch.ones(8, 6)
+    fused_lw.Muon([left, right]).step()
+
+
+def test_a_read_only_parameter_is_refused_by_name():
+    with torch.inference_mode():
+        frozen = torch.ones(4, 4)
+    with pytest.raises(ValueError, match=r"frozen of shape \(4, 4\) was made in inference mode"):
+        fused_lw.Muon([("frozen", frozen)])
+
+
 def test_a_matrix_larger_than_the_scratch_bound_is_refused_by_name():
     small, large = make_params([(4, 4), (64, 64)])
     optimizer = fused_lw.Muon([("small", small), ("large", large)], max_scratch_bytes=20_000)
