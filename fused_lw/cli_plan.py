@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -140,7 +141,10 @@ def _buffers(args: argparse.Namespace) -> list[Buffer]:
 
 
 def _read_specs(path: Path) -> list[ParamSpec]:
-    entries = json.loads(path.read_text())
+    try:
+        entries = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(entries, list):
         raise ValueError(f"{path}: expected a list of parameters, got {type(entries).__name__}")
     specs = []
@@ -225,14 +229,10 @@ def _rows(planned: list[Planned], cost: CostModel | CostTable) -> list[tuple[str
 
 def _scratch(layout: Layout) -> int:
     """Bytes of the batch that needs most: its packed input and the three squares of the iteration, 16 bits each."""
-    largest = 0
-    specs = {spec.name: spec for spec in layout.params}
-    for rank in range(layout.dp_size):
-        for group in layout.groups(rank):
-            members = [specs[name] for name in group.names]
-            r, s = members[0].oriented
-            largest = max(largest, 2 * sum(spec.matrices for spec in members) * (r * s + 3 * r * r))
-    return largest
+    owned = [Counter[tuple[int, int]]() for _ in range(layout.dp_size)]
+    for spec, slot in zip(layout.params, layout.slots, strict=True):
+        owned[slot.shard][spec.oriented] += spec.matrices
+    return max((2 * n * (r * s + 3 * r * r) for batches in owned for (r, s), n in batches.items()), default=0)
 
 
 def _short(count: int) -> str:

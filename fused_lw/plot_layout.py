@@ -62,7 +62,7 @@ def draw(layouts: Sequence[Layout], title: str, path: Path) -> None:
         shards.add_collection(PolyCollection(boxes, facecolors=faces, edgecolors="white", linewidths=width))
         shards.axhspan(0, bottoms[-1] / 1e6, color=PADDING, zorder=0)
         for bottom in bottoms[1:]:
-            shards.axhline(bottom / 1e6, color="black", linewidth=0.9)
+            shards.axhline(bottom / 1e6, color="black", linewidth=0.9 if len(bottoms) < 24 else 0.3)
         shards.set_xlabel(f"shard (rank), {len(layout.buckets)} bucket{'s' if len(layout.buckets) != 1 else ''}")
     axes[0, 0].set_ylabel("cost / lower bound")
     axes[1, 0].set_ylabel("offset in the shard, millions of elements")

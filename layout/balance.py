@@ -14,8 +14,9 @@ import numpy as np
 
 from fused_lw.layout.packing import IntArray
 
-# A shard looks for a partner among this many of the best placed ones.
+# A shard looks for a partner among this many of the best placed ones, and among fewer for exchanges of several items.
 PARTNERS = 48
+FEW_PARTNERS = 12
 
 
 class Exchange(NamedTuple):
@@ -43,6 +44,7 @@ class Plan:
         self.cuts = cuts
         self.sizes = sizes
         self.prices = prices
+        self._classes = np.arange(len(sizes))
         self.divisor = divisor
         self.free = [b for b in range(len(counts)) if b not in frozen]
         self.filled = counts @ sizes  # [B, D]
@@ -51,8 +53,9 @@ class Plan:
         # What an exchange gives or takes: nothing or one item; where that does not help two, or up to four alike.
         single = np.eye(len(sizes), dtype=np.int64)
         pairs = [a + b for a, b in itertools.combinations_with_replacement(single, 2)]
-        self._small = np.concatenate([np.zeros_like(single[:1]), single])  # [G, K]
-        self._large = np.concatenate([self._small, pairs, 3 * single, 4 * single])
+        small = np.concatenate([np.zeros_like(single[:1]), single])
+        large = np.concatenate([small, pairs, 3 * single, 4 * single])
+        self._tries = ((small, PARTNERS), (large, FEW_PARTNERS))  # bundles [G, K], number of partners
 
     @property
     def heights(self) -> IntArray:
@@ -70,17 +73,20 @@ class Plan:
         """Cost of the costliest shard."""
         return int(self.loads.max())
 
-    def lower_peak(self, height: int, steps: int) -> None:
-        """Lower the costliest shard, again and again, `steps` times at most.
+    def lower_peak(self, height: int, good: int, steps: int) -> None:
+        """Lower the costliest shard, again and again, until it costs `good` or less, `steps` times at most.
 
         Buckets may grow as long as `height` is not exceeded in all.
         """
-        for _ in range(steps):
+        for _ in range(steps if self.free else 0):
             giver = int(np.argmax(self.loads))
-            partners = np.argsort(self.loads, kind="stable")[:PARTNERS]
+            if self.loads[giver] <= good:
+                return
+            ranking = np.argsort(self.loads, kind="stable")
             heights = self.heights
             caps = heights + max(0, height - int(heights.sum())) // self.divisor * self.divisor
-            for bundles in (self._small, self._large):
+            for bundles, count in self._tries:
+                partners = ranking[:count]
                 found = [(self._exchange(b, giver, partners, bundles, cap=int(caps[b])), b) for b in self.free]
                 if len(self.free) > 1:
                     found += [(self._swap(b, giver, partners), b) for b in self.free]
@@ -92,13 +98,19 @@ class Plan:
                 return
 
     def lower_heights(self, peak: int, steps: int) -> None:
-        """Lower the tallest shard of each bucket, again and again, `steps` times at most, with no cost over `peak`."""
+        """Lower the tallest shard of each bucket, again and again, `steps` times at most, with no cost over `peak`.
+
+        A thousandth over the mean is good enough.
+        """
         for b in self.free:
+            mean = int(self.filled[b].sum()) // len(self.loads)
             for _ in range(steps):
                 giver = int(np.argmax(self.filled[b]))
-                partners = np.argsort(self.filled[b], kind="stable")[:PARTNERS]
-                for bundles in (self._small, self._large):
-                    best = self._exchange(b, giver, partners, bundles, peak=peak)
+                if self.filled[b, giver] <= mean + mean // 1000:
+                    break
+                ranking = np.argsort(self.filled[b], kind="stable")
+                for bundles, count in self._tries:
+                    best = self._exchange(b, giver, ranking[:count], bundles, peak=peak)
                     if best.worse < self.filled[b, giver]:
                         self._move(b, giver, best)
                         break
@@ -159,5 +171,5 @@ class Plan:
             self.loads[shard] = self._cost(self.owned[shard])
 
     def _cost(self, owned: IntArray) -> IntArray:  # [..., K] -> [...]
-        cost: IntArray = self.prices[np.arange(len(self.prices)), owned].sum(axis=-1)
+        cost: IntArray = self.prices[self._classes, owned].sum(axis=-1)
         return cost

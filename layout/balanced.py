@@ -5,7 +5,7 @@
 3. They are packed one after another by cost under a cap on the height, for caps from tight to loose, and a local
    search evens out the costs of the shards (balance.py).
 4. Of the plans that are no worse than Megatron's, in buffer and in maximum cost, the one with the least sum of the
-   two, each relative to a lower bound, wins.
+   two, each relative to a lower bound, wins; of equal ones that with the fewest batches.
 5. Same-shape parameters are laid side by side in their shard.
 
 The search counts parameters by class: one size in the buffer and one oriented shape, so one cost.
@@ -21,14 +21,18 @@ import numpy as np
 from fused_lw.layout.balance import Plan
 from fused_lw.layout.cuts import cut
 from fused_lw.layout.megatron import megatron
-from fused_lw.layout.packing import IntArray, Packer, deal, match, spread
+from fused_lw.layout.packing import IntArray, Packer, deal, match, spread, stretch
 from fused_lw.layout.problem import ALIGNMENT, Assignment, Problem, round_up
 from fused_lw.layout.spec import ParamSpec
 
 # How much taller than the lowest packing found a plan may become, in thousandths; one try for each.
 LOOSENESS = (0, 5, 20, 60, 150)
+# Buffer and maximum cost together within two thousandths of their bounds: good enough to stop.
+GOOD_SCORE = 2_002_000
+# Plans are equally good within two tenths of a thousandth; then the one with fewer shapes per rank wins.
+SAME_SCORE = 200
 # Exchanges of one local search, at most.
-STEPS = 400
+STEPS = 200
 
 # Costs of batches of 0, 1, ... n parameters like a spec.
 Prices = Callable[[ParamSpec, int], list[int]]
@@ -42,17 +46,26 @@ def balanced(problem: Problem, prices: Prices, peak_of: Callable[[Assignment], i
     height = sum(problem.height(shards) for shards in best)
     peak = peak_of(best)
     search = _Search(problem, prices, best)
-    best_score = search.score(height, peak)
+    best_rank = (search.score(height, peak) // SAME_SCORE, _owned_shapes(problem, best))
     for plan in search.plans(height, peak):
         # The search's peak is a little off for costs beyond 64 bits and for measured batches: it only screens.
-        if search.score(plan.height, plan.peak * search.scale) >= best_score or plan.height > height:
+        if plan.height > height or search.score(plan.height, plan.peak * search.scale) // SAME_SCORE > best_rank[0]:
             continue
         assignment = search.assignment(plan)
         exact = peak_of(assignment)
-        score = search.score(plan.height, exact)
-        if exact <= peak and score < best_score:
-            best, best_score = assignment, score
+        rank = (search.score(plan.height, exact) // SAME_SCORE, _owned_shapes(problem, assignment))
+        if exact <= peak and rank < best_rank:
+            best, best_rank = assignment, rank
+        if exact <= peak and best_rank[0] * SAME_SCORE <= GOOD_SCORE:
+            break
     return best
+
+
+def _owned_shapes(problem: Problem, assignment: Assignment) -> int:
+    """Distinct full shapes of each rank, over all ranks: the batches that run."""
+    return len(
+        {(d, problem.specs[i].full_shape) for shards in assignment for d, shard in enumerate(shards) for i in shard}
+    )
 
 
 def by_shape(problem: Problem, assignment: Assignment) -> Assignment:
@@ -90,6 +103,7 @@ class _Search:
         self.scale = 1 + sum(row[-1] for row in exact) // 2**61  # sums of costs must fit 64 bits
         self.prices = np.array([[cost // self.scale for cost in row] for row in exact], dtype=np.int64)
         self.costs = self.prices[:, 1]  # [K] of one item
+        self.batches_pay = any(row[2] != 2 * row[1] for row in exact)
         total = sum(row[n] for row, n in zip(exact, self.upto[-1].tolist(), strict=True))
         self.least_peak: int = max(1, total // problem.dp_size, *(row[1] for row in exact))
         self.least_height = -(-sum(problem.numels) // problem.dp_size)
@@ -102,19 +116,29 @@ class _Search:
         """Plans to choose from, tight ones first."""
         cuts = self.cuts()
         lowest = sum(self.packer(self.window(items))[0] for items in cuts)
+        allowed_peak //= self.scale
+        good = min(allowed_peak, (self.least_peak + self.least_peak // 1000) // self.scale)
+        scores: list[int] = []
         for loose in LOOSENESS:
             plan = self.pack(cuts, loose)
-            plan.lower_peak(lowest + lowest * loose // 1000, STEPS)
-            yield plan
-            if plan.peak > allowed_peak // self.scale:
-                plan.lower_peak(allowed_height, STEPS)
+            plan.lower_peak(lowest + lowest * loose // 1000, good, STEPS)
+            if plan.peak > allowed_peak:
+                plan.lower_peak(allowed_height, good, STEPS)
+            if plan.peak <= allowed_peak:
                 yield plan
-            plan.lower_heights(max(plan.peak, allowed_peak // self.scale), STEPS)
+                plan.lower_heights(allowed_peak, STEPS)
+                yield plan
+                scores.append(self.score(plan.height, plan.peak * self.scale))
+                # Looser plans balance better and pad more: two in a row that do not win tell that it no longer pays.
+                if min(scores) not in scores[-2:]:
+                    break
+        last_resorts = [self.reference_plan()]
+        if self.batches_pay:
+            last_resorts.append(self.by_class(cuts))
+        for plan in last_resorts:
+            plan.lower_peak(allowed_height, good, STEPS)
+            plan.lower_heights(max(plan.peak, allowed_peak), STEPS)
             yield plan
-        plan = self.reference_plan()
-        plan.lower_peak(allowed_height, STEPS)
-        plan.lower_heights(allowed_peak // self.scale, STEPS)
-        yield plan
 
     def cuts(self) -> list[range]:
         """Buckets of least packed height; a shared embedding is alone in its own."""
@@ -162,6 +186,16 @@ class _Search:
                 others = loads - counts[b] @ self.costs
                 counts[b] = deal(counts[b], self.costs, others)
                 loads = others + counts[b] @ self.costs
+        return self.plan(counts, cuts)
+
+    def by_class(self, cuts: Sequence[range]) -> Plan:
+        """Few classes a shard, whatever the height."""
+        counts = np.zeros((len(cuts), self.problem.dp_size, len(self.sizes)), dtype=np.int64)
+        for b, items in enumerate(cuts):
+            if self.problem.specs[items.start].shared_embedding:
+                counts[b, 0] = self.window(items)
+            else:
+                counts[b] = stretch(self.window(items), self.costs, self.problem.dp_size)
         return self.plan(counts, cuts)
 
     def plan(self, counts: IntArray, cuts: Sequence[range]) -> Plan:

@@ -14,8 +14,8 @@ from fused_lw.layout.packing import IntArray, Packer, height_bound
 
 # Work of one search. Longer models are searched piece by piece, so the time grows with their length only.
 REFERENCE_BUCKETS = 32
-MAX_POSITIONS = 1024
-MAX_ROUNDS = 60
+MAX_POSITIONS = 768
+MAX_STEPS = 10_000  # cut positions times shortest paths
 
 
 def cut(
@@ -76,8 +76,9 @@ class _Windows:
         self.stops = np.repeat(np.arange(len(at)), self.last - self.first)
         windows = upto[self.positions[self.stops]] - upto[self.positions[self.starts]]
         # Layers repeat: most windows hold the same counts as another.
-        self.unique, which = np.unique(windows, axis=0, return_inverse=True)
-        self.which = which.reshape(-1)
+        self.which = _equal_rows(windows)
+        _, rows = np.unique(self.which, return_index=True)
+        self.unique = windows[rows]
         bounds = height_bound(self.unique, packer.sizes, packer.shards)
         self.lengths = -(-bounds // packer.divisor) * packer.divisor
         self.packed = np.zeros(len(self.unique), dtype=bool)
@@ -99,7 +100,7 @@ class _Windows:
         Only windows of paths that look shortest, for some number of buckets, are packed. The search ends when the
         best path holds no bound, or with the best of what is packed so far (the reference is among it).
         """
-        for _ in range(MAX_ROUNDS):
+        for _ in range(max(1, MAX_STEPS // len(self.positions))):
             paths = self._shortest(self.lengths, fewest, most)
             if all(self.packed[self.which[edge]] for edge in paths[0]):
                 break
@@ -140,3 +141,11 @@ class _Windows:
                 stop = int(self.starts[path[-1]])
             paths.append(path[::-1])
         return paths
+
+
+def _equal_rows(rows: IntArray) -> IntArray:  # [W, K] not negative -> [W]
+    """Numbers 0, 1, ... that are equal where rows are: np.unique over an axis, many times faster."""
+    number = np.zeros(len(rows), dtype=np.int64)
+    for column in rows.T:
+        _, number = np.unique(number * (int(column.max()) + 1) + column, return_inverse=True)
+    return number

@@ -44,7 +44,10 @@ class ShardPart(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The parameters of one full shape that a rank owns, over all buckets: one Newton-Schulz batch."""
+    """The parameters of one full shape that a rank owns, over all buckets, to run as one Newton-Schulz batch.
+
+    Groups with the same two dimensions the other way round follow one another and can share a batch.
+    """
 
     shape: tuple[int, ...]  # full shape: rows gathered over GTP, without alignment rows
     names: tuple[str, ...]
@@ -57,7 +60,7 @@ class Layout:
     """A plan. Made by `plan`, checked by `validate`, equal on every rank where `digest` is equal.
 
     Offsets and sizes are in elements of the packed buffer. Costs are in the unit of the cost model: Megatron's
-    proxy, floating-point operations, or nanoseconds. `groups` of equal oriented shape follow one another.
+    proxy, floating-point operations, or nanoseconds.
     """
 
     params: tuple[ParamSpec, ...]  # forward order
@@ -98,8 +101,8 @@ class Layout:
 
     @cached_property
     def launches(self) -> int:
-        """Newton-Schulz batches on the rank that runs the most of them."""
-        return max(len({self.params[i].full_shape for part in parts for i in part}) for parts in self._owned)
+        """Newton-Schulz batches on the rank that runs the most of them: a matrix and its transpose share one."""
+        return max(len({self.params[i].oriented for part in parts for i in part}) for parts in self._owned)
 
     def shard(self, rank: int) -> tuple[ShardPart, ...]:
         """What `rank` owns, one part a bucket. Raises ValueError for a rank outside the layout."""

@@ -46,19 +46,27 @@ def first_fit(counts: Sequence[int], sizes: Sequence[int], shards: int, cap: int
     Equal shards are filled at once: a fill is repeated for as long as the items last.
     """
     left = list(counts)
+    volume = sum(n * size for n, size in zip(counts, sizes, strict=True))
     fills: Fills = []
-    while any(left):
-        room = cap
-        fill = []
-        for n, size in zip(left, sizes, strict=True):
-            take = min(n, room // size)
-            fill.append(take)
-            room -= take * size
-        repeats = min((n // take for n, take in zip(left, fill, strict=True) if take), default=0)
-        shards -= repeats
-        if not repeats or shards < 0:
+    while volume:
+        if volume > shards * cap:
             return None
-        left = [n - repeats * take for n, take in zip(left, fill, strict=True)]
+        room = cap
+        repeats = shards
+        fill = [0] * len(left)
+        for k, n in enumerate(left):
+            size = sizes[k]
+            if n and size <= room:
+                take = min(n, room // size)
+                fill[k] = take
+                room -= take * size
+                repeats = min(repeats, n // take)
+        if room == cap:
+            return None
+        shards -= repeats
+        volume -= repeats * (cap - room)
+        for k, take in enumerate(fill):
+            left[k] -= repeats * take
         fills.append((fill, repeats))
     return fills
 
@@ -73,7 +81,7 @@ def lowest(counts: Sequence[int], sizes: Sequence[int], shards: int, bound: int)
     while best is None:
         best = first_fit(counts, sizes, shards, cap)
         high = cap
-        cap += cap // 4 + 1
+        cap += (cap - bound) + bound // 32 + 1
     while high - low > bound // 1024:
         cap = (low + high) // 2
         found = first_fit(counts, sizes, shards, cap)
@@ -151,3 +159,15 @@ def deal(packing: IntArray, costs: IntArray, loads: IntArray) -> IntArray:
     dealt = np.empty_like(packing)
     dealt[np.argsort(loads, kind="stable")] = packing[np.argsort(-(packing @ costs), kind="stable")]
     return dealt
+
+
+def stretch(counts: IntArray, costs: IntArray, shards: int) -> IntArray:  # [K], [K] -> [D, K]
+    """Class after class along the shards, an equal cost to each: few classes a shard, so large batches."""
+    kinds = np.repeat(np.arange(len(counts)), counts)
+    until = np.cumsum(costs[kinds])
+    total = int(until[-1])
+    ends = np.array([2 * total * (shard + 1) // shards for shard in range(shards)])
+    shard = np.searchsorted(ends, 2 * until - costs[kinds], side="right")
+    packing = np.zeros((shards, len(counts)), dtype=np.int64)
+    np.add.at(packing, (np.minimum(shard, shards - 1), kinds), 1)
+    return packing

@@ -81,7 +81,7 @@ def plan(
 
 
 def shard_costs(problem: Problem, assignment: Assignment, cost: CostModel | CostTable) -> list[int]:
-    """Newton-Schulz cost of each rank, each full shape one batch over all buckets."""
+    """Newton-Schulz cost of each rank, each oriented shape one batch over all buckets."""
     if not isinstance(cost, CostTable):
         totals = [0] * problem.dp_size
         for shards in assignment:
@@ -90,10 +90,10 @@ def shard_costs(problem: Problem, assignment: Assignment, cost: CostModel | Cost
         return totals
     costs = []
     for d in range(problem.dp_size):
-        batches: dict[tuple[int, ...], list[ParamSpec]] = {}
+        batches: dict[tuple[int, int], list[ParamSpec]] = {}
         for shards in assignment:
             for i in shards[d]:
-                batches.setdefault(problem.specs[i].full_shape, []).append(problem.specs[i])
+                batches.setdefault(problem.specs[i].oriented, []).append(problem.specs[i])
         costs.append(sum(batch_cost(specs, cost) for specs in batches.values()))
     return costs
 

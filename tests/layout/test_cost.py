@@ -1,0 +1,84 @@
+"""Costs: Megatron's proxy, operations of the algorithm that runs, measured tables."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fused_lw.kernels import NSRule, schedule
+from fused_lw.layout import CostTable, ParamSpec, ns_cost, ns_flops
+
+
+def test_megatron_costs() -> None:
+    assert ns_cost(ParamSpec("w", (64, 256))) == 256 * 64**2
+    assert ns_cost(ParamSpec("w", (256, 64))) == 256 * 64**2
+    assert ns_cost(ParamSpec("w", (64, 256), gtp_size=64)) == 4096 * 256**2
+    assert ns_cost(ParamSpec("w", (64, 256), gtp_size=64, pad_rows=96)) == 4000 * 256**2
+    assert ns_cost(ParamSpec("w", (7,))) == 7
+    assert ns_cost(ParamSpec("w", (3, 5, 7))) == 3 * 5 * 7
+
+
+@pytest.mark.parametrize(("ratio", "work"), [(1, 20), (2, 26), (4, 38), (8, 62)])
+def test_operations_in_cubes(ratio: int, work: int) -> None:
+    # The table of the design: the cheaper of symmetric standard (20, 35, 65, 125) and Gram with one restart.
+    assert ns_flops(64, 64 * ratio) == work * 64**3
+
+
+def test_operations_of_other_parameters() -> None:
+    assert ns_cost(ParamSpec("w", (3, 32, 64)), "flops") == 3 * ns_flops(32, 64)
+    assert ns_cost(ParamSpec("w", (64, 4, 3, 3)), "flops") == ns_flops(36, 64)
+    assert ns_cost(ParamSpec("w", (64,)), "flops") == 64
+
+
+@pytest.mark.parametrize(("r", "s"), [(64, 64), (256, 320), (256, 512), (512, 7168), (2048, 7168), (4096, 4096)])
+def test_the_kernels_choose_the_algorithm_that_is_counted(r: int, s: int) -> None:
+    standard = 5 * (3 * r * r * s + r**3)
+    chosen = NSRule(schedule("jordan", 5)).resolve_algorithm(r, s, "triton")
+    assert (ns_flops(r, s) < standard) == (chosen == "gram")
+
+
+def table() -> CostTable:
+    return CostTable({(4, 8): {2: 10e-9, 4: 14e-9, 8: 12e-9}})
+
+
+@pytest.mark.parametrize(
+    ("batch", "nanoseconds"),
+    [
+        pytest.param(0, 0, id="empty"),
+        pytest.param(1, 10, id="below-the-smallest-no-faster"),
+        pytest.param(3, 12, id="between"),
+        pytest.param(4, 14, id="measured"),
+        pytest.param(6, 14, id="noise-is-raised"),
+        pytest.param(8, 14, id="largest"),
+        pytest.param(24, 42, id="beyond-in-proportion"),
+    ],
+)
+def test_interpolation(batch: int, nanoseconds: int) -> None:
+    assert table().nanoseconds((4, 8), batch) == nanoseconds
+
+
+def test_costs_of_a_table() -> None:
+    assert ns_cost(ParamSpec("w", (8, 4)), table()) == 10
+    assert ns_cost(ParamSpec("w", (4, 8, 4)), table()) == 14
+    assert ns_cost(ParamSpec("b", (8,)), table()) == 0
+    text = json.dumps({"gpu": "any", "rows": [{"shape": [8, 4], "batch": 2, "seconds": 5e-9}]})
+    assert CostTable.from_json(text).nanoseconds((4, 8), 4) == 10
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        pytest.param(lambda: CostTable({(8, 4): {1: 1.0}}), "8x4", id="not-oriented"),
+        pytest.param(lambda: CostTable({(4, 8): {}}), "4x8", id="nothing-measured"),
+        pytest.param(lambda: CostTable({(4, 8): {1: float("nan")}}), "nan s for shape 4x8", id="nan"),
+        pytest.param(lambda: CostTable({(4, 8): {0: 1.0}}), "batch 0", id="batch-0"),
+        pytest.param(lambda: CostTable.from_json('{"rows": [{"shape": [1, 2]}]}', "t.json"), "t.json", id="no-batch"),
+        pytest.param(lambda: CostTable.from_json("[]", "t.json"), "t.json", id="list"),
+        pytest.param(lambda: table().nanoseconds((4, 9), 1), "no measurement of shape 4x9", id="not-measured"),
+        pytest.param(lambda: ns_cost(ParamSpec("w", (4, 4)), "time"), "unknown cost model 'time'", id="unknown"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_costs(make: object, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        make()  # type: ignore[operator]
