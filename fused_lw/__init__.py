@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fused_lw.aux_adamw import MuonWithAuxAdamW
+    from fused_lw.convert import convert_state
     from fused_lw.muon import Muon
     from fused_lw.replace import replace_step, restore_step
     from fused_lw.routing import split_params
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 __all__ = [
     "MatrixRule",
     "Muon",
+    "MuonWithAuxAdamW",
     "StepRule",
     "__version__",
+    "convert_state",
     "ns_rule",
     "register_rule",
     "replace_step",
@@ -34,7 +38,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "MatrixRule": "fused_lw.update",
     "Muon": "fused_lw.muon",
+    "MuonWithAuxAdamW": "fused_lw.aux_adamw",
     "StepRule": "fused_lw.rules",
+    "convert_state": "fused_lw.convert",
     "ns_rule": "fused_lw.rules",
     "register_rule": "fused_lw.rules",
     "replace_step": "fused_lw.replace",

@@ -99,6 +99,18 @@ def restore_step(optimizer: OptimizerT) -> OptimizerT:
     return optimizer
 
 
+def rule_in(optimizer: Optimizer) -> StepRule | None:
+    """The rule by which a replaced step goes, or None for an optimizer whose step was not replaced."""
+    return optimizer._fused_lw.rule if isinstance(optimizer, _Replaced) else None
+
+
+def own_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """A class's `step` without the hooks that torch puts around it, for a caller that runs inside such hooks."""
+    step: Any = cls.step
+    inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return inner
+
+
 @dataclass
 class _Settings:
     rule: StepRule
@@ -148,9 +160,7 @@ class _Replaced(Optimizer):
         settings.rule.update(self, settings.parts(self), settings.updater)
         with self._only_own_params():
             if self.param_groups:
-                # Without the hooks around it, which have run.
-                step = self._original.step
-                (step.__wrapped__ if getattr(step, "hooked", False) else step)(self)  # type: ignore[attr-defined]
+                own_step(self._original)(self)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
