@@ -247,7 +247,8 @@ def _round_stochastically(x, key, index):
 
 
 @triton.jit
-def _copy_out_tile(
+def apply_update(
+    o,  # fp32 tile of the orthogonal factor, in the parameter's orientation
     rules,
     hyper,
     matrix,
@@ -255,23 +256,18 @@ def _copy_out_tile(
     i,
     j,
     PARAM_DTYPE: tl.constexpr,
-    FACTOR_DTYPE: tl.constexpr,
     MASTER: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     INTERPRET: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    """Update elements (i, j) of the parameter that `row` describes. The arguments are `copy_out_kernel`'s."""
     group = tl.load(rules + matrix * 3 + 1).to(tl.int64)
     lr = tl.load(hyper + group * 3)
     rate = (lr * tl.load(rules + matrix * 3)).to(tl.float32)
     decay = (1.0 - lr * tl.load(hyper + group * 3 + 1)).to(tl.float32)
     rows, cols = _extent(row, WIDE)
     inside = (i < rows) & (j < cols)
-    if rows > cols:
-        o = tl.load(_packed_elements(row, FACTOR_DTYPE, i, j, True), mask=tl.trans(inside), other=0.0)
-        o = tl.trans(o).to(tl.float32)
-    else:
-        o = tl.load(_packed_elements(row, FACTOR_DTYPE, i, j, False), mask=inside, other=0.0).to(tl.float32)
     p_at = _elements(row, SOURCE, SOURCE_ROW_STRIDE, SOURCE_COL_STRIDE, PARAM_DTYPE, i, j, WIDE)
     if MASTER:
         master_at = _elements(row, MOMENTUM, MOMENTUM_ROW_STRIDE, MOMENTUM_COL_STRIDE, tl.float32, i, j, WIDE)
@@ -288,6 +284,31 @@ def _copy_out_tile(
         p = _round_to(tl.load(p_at, mask=inside, other=0.0).to(tl.float32) * decay, PARAM_DTYPE, INTERPRET)
         rounded = _round_to(p.to(tl.float32) - rate * o, PARAM_DTYPE, INTERPRET)
     tl.store(p_at, rounded, mask=inside)
+
+
+@triton.jit
+def _copy_out_tile(
+    rules,
+    hyper,
+    matrix,
+    row,
+    i,
+    j,
+    PARAM_DTYPE: tl.constexpr,
+    FACTOR_DTYPE: tl.constexpr,
+    MASTER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    rows, cols = _extent(row, WIDE)
+    inside = (i < rows) & (j < cols)
+    if rows > cols:
+        o = tl.load(_packed_elements(row, FACTOR_DTYPE, i, j, True), mask=tl.trans(inside), other=0.0)
+        o = tl.trans(o).to(tl.float32)
+    else:
+        o = tl.load(_packed_elements(row, FACTOR_DTYPE, i, j, False), mask=inside, other=0.0).to(tl.float32)
+    apply_update(o, rules, hyper, matrix, row, i, j, PARAM_DTYPE, MASTER, STOCHASTIC, INTERPRET, WIDE)
 
 
 @triton.jit
