@@ -43,9 +43,28 @@ def _float(field):
 
 
 @triton.jit
-def _stride(field, ITEMSIZE: tl.constexpr):
-    """A row stride, with what the workspace promises about it: a multiple of 16 bytes."""
-    return tl.multiple_of(tl.load(field), 16 // ITEMSIZE)
+def _stride(field, DTYPE: tl.constexpr):
+    """A row stride in elements. Tables hold it in units of 16 bytes, so that the compiler sees what divides it."""
+    return tl.load(field).to(tl.int32) * (128 // DTYPE.primitive_bitwidth)
+
+
+@triton.jit
+def _matrix(field, DTYPE: tl.constexpr, offset):
+    """The matrix `offset` elements into a batch, aligned to 16 bytes as all are."""
+    # The hint has to follow the last addition: of an integer that becomes a pointer the compiler believes nothing.
+    return tl.multiple_of(tl.load(field).to(tl.pointer_type(DTYPE)) + offset, 16)
+
+
+@triton.jit
+def _tile_of(rows, columns, stride, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Offsets and mask of a tile with `rows` x `columns` elements left from its corner on.
+
+    Offsets are 32-bit: a tile spans few rows, and the pointer to its corner is 64-bit.
+    """
+    m = tl.arange(0, TILE_M)
+    n = tl.arange(0, TILE_N)
+    offsets = m[:, None] * stride + n[None, :]
+    return offsets, (m < rows)[:, None] & (n < columns)[None, :]
 
 
 @triton.jit
@@ -108,12 +127,12 @@ def _grouped_tile(t, rows, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, acc, INTERPRET: tl.constexpr):
+def _dot(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
     if INTERPRET and a.dtype == tl.bfloat16:
         # The interpreter multiplies the raw bits of bf16 operands.
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -139,6 +158,7 @@ def _rows_by_rows(
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Tile (i, j) of P Q^T, fp32."""
@@ -147,28 +167,29 @@ def _rows_by_rows(
         p_tiles = tl.make_tensor_descriptor(P, [r, depth], [stride, 1], [TILE, BLOCK_K])
         q_tiles = tl.make_tensor_descriptor(Q, [r, depth], [stride, 1], [TILE, BLOCK_K])
         for k in range(0, depth, BLOCK_K):
-            acc = _dot(p_tiles.load([i * TILE, k]), q_tiles.load([j * TILE, k]).T, acc, INTERPRET)
+            acc = _dot(p_tiles.load([i * TILE, k]), q_tiles.load([j * TILE, k]).T, acc, PRECISION, INTERPRET)
     else:
-        # Rows past the end repeat row 0: their products are never stored, and no load needs a mask.
-        p_rows = i * TILE + tl.arange(0, TILE)
-        p_rows = tl.where(p_rows < r, p_rows, 0).to(tl.int64)
-        q_rows = j * TILE + tl.arange(0, TILE)
-        q_rows = tl.where(q_rows < r, q_rows, 0).to(tl.int64)
+        # Rows past the end repeat the tile's first: their products are never stored, and no load needs a mask.
+        m = tl.arange(0, TILE)
         ks = tl.arange(0, BLOCK_K)
-        p = P + p_rows[:, None] * stride + ks[None, :]
-        q = Q + q_rows[:, None] * stride + ks[None, :]
+        p_rows = tl.where(i * TILE + m < r, m, 0)
+        q_rows = tl.where(j * TILE + m < r, m, 0)
+        p = tl.multiple_of(P + (i * TILE).to(tl.int64) * stride, 16)
+        q = tl.multiple_of(Q + (j * TILE).to(tl.int64) * stride, 16)
+        p_offsets = p_rows[:, None] * stride + ks[None, :]
+        q_offsets = q_rows[:, None] * stride + ks[None, :]
         whole = depth // BLOCK_K * BLOCK_K
         for _ in range(0, whole, BLOCK_K):
-            acc = _dot(tl.load(p), tl.load(q).T, acc, INTERPRET)
+            acc = _dot(tl.load(p + p_offsets), tl.load(q + q_offsets).T, acc, PRECISION, INTERPRET)
             p += BLOCK_K
             q += BLOCK_K
         if whole < depth:
             # Loads stay 16 bytes wide by taking in a row's padding, whose contents are then dropped.
-            stored = (whole + ks < stride)[None, :]
-            wanted = (whole + ks < depth)[None, :]
-            a = tl.where(wanted, tl.load(p, mask=stored, other=0.0), 0.0)
-            b = tl.where(wanted, tl.load(q, mask=stored, other=0.0), 0.0)
-            acc = _dot(a, b.T, acc, INTERPRET)
+            stored = (ks < stride - whole)[None, :]
+            wanted = (ks < depth - whole)[None, :]
+            a = tl.where(wanted, tl.load(p + p_offsets, mask=stored, other=0.0), 0.0)
+            b = tl.where(wanted, tl.load(q + q_offsets, mask=stored, other=0.0), 0.0)
+            acc = _dot(a, b.T, acc, PRECISION, INTERPRET)
     return acc
 
 
@@ -186,6 +207,7 @@ def _rows_by_columns(
     TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Tile (i, j) of L X, fp32."""
@@ -194,33 +216,35 @@ def _rows_by_columns(
         l_tiles = tl.make_tensor_descriptor(L, [r, r], [left_stride, 1], [TILE_M, BLOCK_K])
         x_tiles = tl.make_tensor_descriptor(X, [r, s], [right_stride, 1], [BLOCK_K, TILE_N])
         for k in range(0, r, BLOCK_K):
-            acc = _dot(l_tiles.load([i * TILE_M, k]), x_tiles.load([k, j * TILE_N]), acc, INTERPRET)
+            acc = _dot(l_tiles.load([i * TILE_M, k]), x_tiles.load([k, j * TILE_N]), acc, PRECISION, INTERPRET)
     else:
-        rows = i * TILE_M + tl.arange(0, TILE_M)
-        rows = tl.where(rows < r, rows, 0).to(tl.int64)
-        columns = j * TILE_N + tl.arange(0, TILE_N)
-        # As above, columns past the end repeat others, 16 bytes at a time so that loads stay wide.
+        # Rows and columns past the end repeat the tile's first, columns 16 bytes at a time so that loads stay wide.
         WIDE: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
-        columns = tl.where(columns < right_stride, columns, columns % WIDE)
-        columns = tl.max_contiguous(tl.multiple_of(columns, WIDE), WIDE)
+        m = tl.arange(0, TILE_M)
+        n = tl.arange(0, TILE_N)
         ks = tl.arange(0, BLOCK_K)
-        left = L + rows[:, None] * left_stride + ks[None, :]
-        right = X + ks.to(tl.int64)[:, None] * right_stride + columns[None, :]
+        rows = tl.where(i * TILE_M + m < r, m, 0)
+        columns = tl.where(n < right_stride - j * TILE_N, n, n % WIDE)
+        columns = tl.max_contiguous(tl.multiple_of(columns, WIDE), WIDE)
+        left = tl.multiple_of(L + (i * TILE_M).to(tl.int64) * left_stride, 16)
+        right = tl.multiple_of(X + j * TILE_N, 16)
+        left_offsets = rows[:, None] * left_stride + ks[None, :]
+        right_offsets = ks[:, None] * right_stride + columns[None, :]
         whole = r // BLOCK_K * BLOCK_K
         for _ in range(0, whole, BLOCK_K):
-            acc = _dot(tl.load(left), tl.load(right), acc, INTERPRET)
+            acc = _dot(tl.load(left + left_offsets), tl.load(right + right_offsets), acc, PRECISION, INTERPRET)
             left += BLOCK_K
             right += BLOCK_K * right_stride
         if whole < r:
-            wanted = whole + ks < r
-            a = tl.load(left, mask=(whole + ks < left_stride)[None, :], other=0.0)
+            wanted = ks < r - whole
+            a = tl.load(left + left_offsets, mask=(ks < left_stride - whole)[None, :], other=0.0)
             a = tl.where(wanted[None, :], a, 0.0)
-            b = tl.load(right, mask=wanted[:, None], other=0.0)
-            acc = _dot(a, b, acc, INTERPRET)
+            b = tl.load(right + right_offsets, mask=wanted[:, None], other=0.0)
+            acc = _dot(a, b, acc, PRECISION, INTERPRET)
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tiles"])
 def symmetric_kernel(
     table,  # [problems + 1, FIELDS] int64
     total_tiles,
@@ -230,58 +254,59 @@ def symmetric_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Every problem's out = sigma^2 alpha P Q^T + beta P + delta Q + gamma I: lower tiles, and their mirrors."""
-    IN_SIZE: tl.constexpr = IN.primitive_bitwidth // 8
-    OUT_SIZE: tl.constexpr = OUT_DTYPE.primitive_bitwidth // 8
     row = table
     for t in range(tl.program_id(0), total_tiles, tl.num_programs(0)):
         while tl.load(row + FIELDS + FIRST_TILE) <= t:
             row += FIELDS
         r = tl.load(row + ROWS).to(tl.int32)
         depth = tl.load(row + DEPTH).to(tl.int32)
-        stride = _stride(row + LEFT_STRIDE, IN_SIZE)
-        out_stride = _stride(row + OUT_STRIDE, OUT_SIZE)
+        stride = _stride(row + LEFT_STRIDE, IN)
+        out_stride = _stride(row + OUT_STRIDE, OUT_DTYPE)
         matrix_tiles = tl.load(row + MATRIX_TILES).to(tl.int32)
         t_of_problem = t - tl.load(row + FIRST_TILE).to(tl.int32)
         b = (t_of_problem // matrix_tiles).to(tl.int64)
         i, j = _lower_tile(t_of_problem % matrix_tiles, tl.cdiv(r, TILE), GROUP)
 
-        P = tl.multiple_of(tl.load(row + LEFT), 16).to(tl.pointer_type(IN)) + b * r * stride
-        Q = tl.multiple_of(tl.load(row + RIGHT), 16).to(tl.pointer_type(IN)) + b * r * stride
-        acc = _rows_by_rows(P, Q, r, depth, stride, i, j, TILE, BLOCK_K, TMA, INTERPRET)
+        P = _matrix(row + LEFT, IN, b * r * stride)
+        Q = _matrix(row + RIGHT, IN, b * r * stride)
+        acc = _rows_by_rows(P, Q, r, depth, stride, i, j, TILE, BLOCK_K, TMA, PRECISION, INTERPRET)
 
         sigma = _sigma(row, b)
         acc *= _float(row + ALPHA) * sigma * sigma
-        rows = i * TILE + tl.arange(0, TILE)
-        columns = j * TILE + tl.arange(0, TILE)
-        # Up to the end of the padded row, so that loads and stores stay 16 bytes wide.
-        mask = (rows < r)[:, None] & (columns < out_stride)[None, :]
-        offsets = rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-        # Square operands lie as the output does, but for the width of the padding.
+        top = i * TILE
+        left = j * TILE
+        corner = b * r + top
         beta = _float(row + BETA)
         delta = _float(row + DELTA)
-        operand_mask = (rows < r)[:, None] & (columns < stride)[None, :]
-        operand_offsets = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+        # Masks reach to the end of the padded row, so that loads and stores stay 16 bytes wide.
+        offsets, mask = _tile_of(r - top, stride - left, stride, TILE, TILE)
         if beta != 0.0:
-            acc += beta * tl.load(P + operand_offsets, mask=operand_mask, other=0.0).to(tl.float32)
+            tile = _matrix(row + LEFT, IN, corner * stride + left)
+            acc += beta * tl.load(tile + offsets, mask=mask, other=0.0).to(tl.float32)
         if delta != 0.0:
-            acc += delta * tl.load(Q + operand_offsets, mask=operand_mask, other=0.0).to(tl.float32)
-        acc = tl.where(rows[:, None] == columns[None, :], acc + _float(row + GAMMA), acc)
-        out = tl.multiple_of(tl.load(row + OUT), 16).to(tl.pointer_type(OUT_DTYPE)) + b * r * out_stride
-        tile = _cast(acc, OUT_DTYPE, INTERPRET)
-        mirror = tile.T
+            tile = _matrix(row + RIGHT, IN, corner * stride + left)
+            acc += delta * tl.load(tile + offsets, mask=mask, other=0.0).to(tl.float32)
+        m = tl.arange(0, TILE)[:, None] + top
+        n = tl.arange(0, TILE)[None, :] + left
+        acc = tl.where(m == n, acc + _float(row + GAMMA), acc)
+        result = _cast(acc, OUT_DTYPE, INTERPRET)
+        mirror = result.T
         if i == j:
-            tile = tl.where(rows[:, None] >= columns[None, :], tile, mirror)
+            result = tl.where(m >= n, result, mirror)
         else:
             # The mirror of a diagonal tile is the tile itself: storing it twice would be a race.
-            mirror_mask = (columns < r)[:, None] & (rows < out_stride)[None, :]
-            tl.store(out + columns.to(tl.int64)[:, None] * out_stride + rows[None, :], mirror, mask=mirror_mask)
-        tl.store(out + offsets, tile, mask=mask)
+            offsets, mask = _tile_of(r - left, out_stride - top, out_stride, TILE, TILE)
+            out = _matrix(row + OUT, OUT_DTYPE, (b * r + left) * out_stride + top)
+            tl.store(out + offsets, mirror, mask=mask)
+        offsets, mask = _tile_of(r - top, out_stride - left, out_stride, TILE, TILE)
+        tl.store(_matrix(row + OUT, OUT_DTYPE, corner * out_stride + left) + offsets, result, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tiles"])
 def general_kernel(
     table,  # [problems + 1, FIELDS] int64
     total_tiles,
@@ -292,39 +317,40 @@ def general_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Every problem's out = sigma (alpha L X + beta X)."""
-    IN_SIZE: tl.constexpr = IN.primitive_bitwidth // 8
-    OUT_SIZE: tl.constexpr = OUT_DTYPE.primitive_bitwidth // 8
     row = table
     for t in range(tl.program_id(0), total_tiles, tl.num_programs(0)):
         while tl.load(row + FIELDS + FIRST_TILE) <= t:
             row += FIELDS
         r = tl.load(row + ROWS).to(tl.int32)
         s = tl.load(row + COLUMNS).to(tl.int32)
-        left_stride = _stride(row + LEFT_STRIDE, IN_SIZE)
-        right_stride = _stride(row + RIGHT_STRIDE, IN_SIZE)
-        out_stride = _stride(row + OUT_STRIDE, OUT_SIZE)
+        left_stride = _stride(row + LEFT_STRIDE, IN)
+        right_stride = _stride(row + RIGHT_STRIDE, IN)
+        out_stride = _stride(row + OUT_STRIDE, OUT_DTYPE)
         matrix_tiles = tl.load(row + MATRIX_TILES).to(tl.int32)
         t_of_problem = t - tl.load(row + FIRST_TILE).to(tl.int32)
         b = (t_of_problem // matrix_tiles).to(tl.int64)
         i, j = _grouped_tile(t_of_problem % matrix_tiles, tl.cdiv(r, TILE_M), tl.cdiv(s, TILE_N), GROUP)
 
-        L = tl.multiple_of(tl.load(row + LEFT), 16).to(tl.pointer_type(IN)) + b * r * left_stride
-        X = tl.multiple_of(tl.load(row + RIGHT), 16).to(tl.pointer_type(IN)) + b * r * right_stride
-        acc = _rows_by_columns(L, X, r, s, left_stride, right_stride, i, j, TILE_M, TILE_N, BLOCK_K, TMA, INTERPRET)
+        L = _matrix(row + LEFT, IN, b * r * left_stride)
+        X = _matrix(row + RIGHT, IN, b * r * right_stride)
+        acc = _rows_by_columns(
+            L, X, r, s, left_stride, right_stride, i, j, TILE_M, TILE_N, BLOCK_K, TMA, PRECISION, INTERPRET
+        )
 
         acc *= _float(row + ALPHA)
-        rows = i * TILE_M + tl.arange(0, TILE_M)
-        columns = j * TILE_N + tl.arange(0, TILE_N)
+        top = i * TILE_M
+        left = j * TILE_N
+        corner = b * r + top
         beta = _float(row + BETA)
         if beta != 0.0:
-            mask = (rows < r)[:, None] & (columns < right_stride)[None, :]
-            offsets = rows.to(tl.int64)[:, None] * right_stride + columns[None, :]
-            acc += beta * tl.load(X + offsets, mask=mask, other=0.0).to(tl.float32)
-        acc *= _sigma(row, b)
-        out = tl.multiple_of(tl.load(row + OUT), 16).to(tl.pointer_type(OUT_DTYPE)) + b * r * out_stride
-        mask = (rows < r)[:, None] & (columns < out_stride)[None, :]
-        offsets = rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-        tl.store(out + offsets, _cast(acc, OUT_DTYPE, INTERPRET), mask=mask)
+            # Masks reach to the end of the padded row, so that loads and stores stay 16 bytes wide.
+            offsets, mask = _tile_of(r - top, right_stride - left, right_stride, TILE_M, TILE_N)
+            tile = _matrix(row + RIGHT, IN, corner * right_stride + left)
+            acc += beta * tl.load(tile + offsets, mask=mask, other=0.0).to(tl.float32)
+        result = _cast(acc * _sigma(row, b), OUT_DTYPE, INTERPRET)
+        offsets, mask = _tile_of(r - top, out_stride - left, out_stride, TILE_M, TILE_N)
+        tl.store(_matrix(row + OUT, OUT_DTYPE, corner * out_stride + left) + offsets, result, mask=mask)

@@ -19,9 +19,13 @@ import torch
 from torch import Tensor
 
 from fused_lw.kernels.coefficients import Triple
-from fused_lw.kernels.products import Arena, General, InputNorm, Stage, Symmetric
+from fused_lw.kernels.products import Arena, General, InputNorm, OnChip, Stage, Symmetric
 
-Algorithm = Literal["standard", "gram"]
+Algorithm = Literal["standard", "gram", "onchip"]
+
+# Rows up to which one program holds a matrix's squares in registers, and steps up to which they need no restart.
+ONCHIP_MAX_ROWS = 64
+ONCHIP_MAX_STEPS = 5
 
 
 # Steps of the first and of every later segment of the Gram iteration. A third step without restart loses the small
@@ -120,3 +124,14 @@ def gram(
         X, Y = Y, X.view(x_dtype)
         first = None
     return stages, X
+
+
+def onchip(
+    X: Tensor,  # [B, r, s] 16-bit, unnormalized; destroyed
+    norm: InputNorm,
+    schedule: tuple[Triple, ...],
+    x_dtype: torch.dtype,
+) -> tuple[list[Stage], Tensor]:
+    """Program of the whole iteration in one launch, in place."""
+    out = X.view(x_dtype)
+    return [(OnChip(X, out, schedule, norm),)], out

@@ -18,7 +18,7 @@ from fused_lw.kernels import coefficients as _coefficients
 from fused_lw.kernels import reference
 from fused_lw.kernels.coefficients import Coefficients, Triple
 from fused_lw.kernels.device import Backend, ResolvedBackend, resolve_backend
-from fused_lw.kernels.iteration import Algorithm, gram, standard
+from fused_lw.kernels.iteration import ONCHIP_MAX_ROWS, ONCHIP_MAX_STEPS, Algorithm, gram, onchip, standard
 from fused_lw.kernels.products import Arena, InputNorm, Stage, Symmetric, row_stride
 
 Precision = Literal["fp32", "bf16", "fp16", "mixed"]
@@ -51,7 +51,8 @@ class NSRule:
         eps: bounds the norm that X is divided by.
         eps_rule: "clamp" divides by max(‖X‖, eps) as torch.optim.Muon does, "add" by ‖X‖ + eps as KellerJordan's.
         norm_factor: multiplies ‖X‖ (Frobenius) first.
-        algorithm: "standard", "gram", or "auto": whichever does less work and is as accurate.
+        algorithm: "standard", "gram", or "auto": whichever does less work. Matrices of up to 64 rows run the Gram
+            iteration in one launch on the Triton backend, unless it is "standard".
         precision: "mixed" takes X in bf16 and computes in fp16; "fp16" wants X scaled near 1 (`Problem.scale`).
     """
 
@@ -83,6 +84,11 @@ class NSRule:
 
     def resolve_algorithm(self, r: int, s: int, backend: ResolvedBackend) -> Algorithm:
         """The algorithm that runs for r x s matrices; it depends on nothing else, so neither do a matrix's bits."""
+        if self.algorithm == "standard":
+            return "standard"
+        small = r <= ONCHIP_MAX_ROWS and len(self.schedule) <= ONCHIP_MAX_STEPS
+        if backend == "triton" and small and self.precision != "fp32":
+            return "onchip"
         return self.algorithm if self.algorithm != "auto" else _cheaper_algorithm(r, s, self, backend)
 
 
@@ -100,6 +106,8 @@ def _program(
 ) -> tuple[list[Stage], Tensor]:
     """The stages that orthogonalize X, and the tensor that holds the result after them."""
     _, x_dtype, square_dtype = _DTYPES[rule.precision]
+    if algorithm == "onchip":
+        return onchip(X, norm, rule.schedule, x_dtype)
     build = gram if algorithm == "gram" else standard
     return build(X, norm, rule.schedule, x_dtype, square_dtype, arena)
 

@@ -1,4 +1,4 @@
-"""The two products that a Newton-Schulz iteration is made of, as data: what to multiply into what.
+"""What a Newton-Schulz iteration is made of, as data: two products, and the whole of it for small matrices.
 
 Letters: B matrices, r rows, s columns (r <= s), k the length of the sum. A program is a list of stages; the
 products of one stage do not depend on each other, so that a backend may run them in one launch.
@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from fused_lw.kernels.coefficients import Triple
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +65,17 @@ class General:
     norm: InputNorm | None = None
 
 
-Product = Symmetric | General
+@dataclass(frozen=True, slots=True, eq=False)
+class OnChip:
+    """The whole iteration, X replaced by its result: what one launch does for matrices of few rows."""
+
+    X: Tensor  # [B, r, s] 16-bit, unnormalized
+    out: Tensor  # [B, r, s] 16-bit, X's storage
+    schedule: tuple[Triple, ...]
+    norm: InputNorm
+
+
+Product = Symmetric | General | OnChip
 Stage = tuple[Product, ...]
 
 

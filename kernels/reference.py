@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_lw.kernels.products import General, InputNorm, Product
+from fused_lw.kernels.coefficients import Triple
+from fused_lw.kernels.products import General, InputNorm, OnChip, Product
 
 # From this many rows on, one matrix keeps the cores of a CPU busy: half of a symmetric product can be left out, and
 # a loop over matrices is no slower than MKL's batched gemm (measured on 2 cores).
@@ -18,6 +19,8 @@ def run(product: Product) -> None:
     p = product
     if isinstance(p, General):
         general_product(p.L, p.X, out=p.out, alpha=p.alpha, beta=p.beta, norm=p.norm)
+    elif isinstance(p, OnChip):
+        onchip_iteration(p.X, p.schedule, out=p.out, norm=p.norm)
     else:
         symmetric_product(
             p.P,
@@ -88,6 +91,27 @@ def general_product(
         product.mul_(norm.sigma()[:, None, None])
     if product is not out:
         out.copy_(product)
+
+
+def onchip_iteration(
+    X: Tensor,  # [B, r, s]
+    schedule: tuple[Triple, ...],
+    *,
+    out: Tensor,  # [B, r, s]
+    norm: InputNorm,
+) -> None:
+    """All steps on float32 squares: R = X X^T, per step W = aI + bR + cR^2, Q <- QW, R <- RWW; out = QX."""
+    sigma = norm.sigma()[:, None, None]
+    X = X.float()
+    R = sigma.square() * (X @ X.mT)
+    identity = torch.eye(X.shape[-2], device=X.device)
+    Q = identity.expand_as(R)
+    for a, b, c in schedule:
+        W = a * identity + b * R + c * (R @ R)
+        Q = Q @ W
+        R = R @ W @ W
+        R = 0.5 * (R + R.mT)
+    out.copy_(sigma * (Q @ X))
 
 
 def _accumulator(out: Tensor) -> Tensor:

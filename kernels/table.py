@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fused_lw.kernels.coefficients import Triple
 from fused_lw.kernels.configs import ProductConfig
-from fused_lw.kernels.products import General, InputNorm, Product
+from fused_lw.kernels.products import General, InputNorm, OnChip, Product
 
 # Columns of the table. The kernels read them by these numbers.
 FIRST_TILE = 0
@@ -40,7 +41,9 @@ FIELDS = 20
 
 
 def tiles_per_matrix(product: Product, config: ProductConfig) -> int:
-    """Output tiles that are computed for one matrix: the lower triangle of a symmetric product."""
+    """Tiles that are computed for one matrix: a triangle of a symmetric product's; on chip the matrix is one."""
+    if isinstance(product, OnChip):
+        return 1
     rows = -(-product.out.shape[1] // config.tile_m)
     if isinstance(product, General):
         return rows * -(-product.out.shape[2] // config.tile_n)
@@ -60,6 +63,8 @@ def build(products: Sequence[Product], config: ProductConfig) -> tuple[list[int]
 
 def _operands(p: Product) -> list[int]:
     _, rows, columns = p.out.shape
+    if isinstance(p, OnChip):
+        p = General(p.X, p.X, p.out)
     left, right, delta, gamma = (p.L, p.X, 0.0, 0.0) if isinstance(p, General) else (p.P, p.Q, p.delta, p.gamma)
     return [
         left.data_ptr(),
@@ -68,9 +73,9 @@ def _operands(p: Product) -> list[int]:
         rows,
         columns,
         left.shape[2],
-        left.stride(1),
-        right.stride(1),
-        p.out.stride(1),
+        _stride(left),
+        _stride(right),
+        _stride(p.out),
         _bits(p.alpha),
         _bits(p.beta),
         _bits(delta),
@@ -85,9 +90,20 @@ def _norm(norm: InputNorm | None) -> list[int]:
     return [norm.sq_norm.data_ptr(), scale, _bits(norm.eps), int(norm.eps_rule == "add"), _bits(norm.factor)]
 
 
+def _stride(matrices: Tensor) -> int:
+    """Units of 16 bytes from row to row."""
+    return matrices.stride(1) * matrices.element_size() // 16
+
+
 def _bits(value: float) -> int:
     """A float32's bits as a non-negative integer."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def schedule_rows(schedule: tuple[Triple, ...]) -> list[int]:
+    """A schedule's numbers as table entries, padded to 16 bytes."""
+    numbers = [_bits(value) for triple in schedule for value in triple]
+    return numbers + [0] * (len(numbers) % 2)
 
 
 def to_device(rows: list[int], device: torch.device) -> Tensor:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_lw.kernels import grouped, table
-from fused_lw.kernels.configs import ProductConfig, choose
+from fused_lw.kernels import grouped, onchip, table
+from fused_lw.kernels.configs import Kind, ProductConfig, choose
 from fused_lw.kernels.device import architecture, interpreting
 from fused_lw.kernels.launch import launch
 from fused_lw.kernels.merge import LaunchKey, merge
-from fused_lw.kernels.products import Product, Stage
+from fused_lw.kernels.products import OnChip, Product, Stage
 
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+KERNELS: dict[Kind, Any] = {
+    "symmetric": grouped.symmetric_kernel,
+    "general": grouped.general_kernel,
+    "onchip": onchip.onchip_kernel,
+}
 
 
 class Launch(NamedTuple):
@@ -25,8 +31,8 @@ class Launch(NamedTuple):
 
     key: LaunchKey
     config: ProductConfig
-    rows: Tensor  # int64, from the first row of this launch on
     tiles: int
+    arguments: tuple[Any, ...]  # the kernel's, its table among them
 
 
 def describe(programs: Sequence[Sequence[Stage]]) -> list[Launch]:
@@ -37,23 +43,40 @@ def describe(programs: Sequence[Sequence[Stage]]) -> list[Launch]:
     device = launches[0][1][0].out.device
     arch = architecture(device)
     rows: list[int] = []
-    plan: list[tuple[LaunchKey, ProductConfig, int, int]] = []
+    plan: list[tuple[LaunchKey, ProductConfig, int, Sequence[Product], int]] = []
     for key, products in launches:
         config = choose(arch, key.kind, key.operands)
         flat, tiles = table.build(products, config)
-        plan.append((key, config, len(rows), tiles))
+        plan.append((key, config, tiles, products, len(rows)))
         rows += flat
+        if isinstance(products[0], OnChip):
+            rows += table.schedule_rows(products[0].schedule)
     # One copy to the device for all launches of the call.
     tables = table.to_device(rows, device)
-    return [Launch(key, config, tables[start:], tiles) for key, config, start, tiles in plan]
+    return [
+        Launch(key, config, tiles, _arguments(products, tiles, tables[start:]))
+        for key, config, tiles, products, start in plan
+    ]
+
+
+def _arguments(products: Sequence[Product], tiles: int, rows: Tensor) -> tuple[Any, ...]:
+    first = products[0]
+    if not isinstance(first, OnChip):
+        return rows, tiles
+    schedule = rows[(len(products) + 1) * table.FIELDS :]
+    # Q is at most the product of all a: a power of two keeps it below 2^14.
+    largest = math.prod(abs(a) for a, _, _ in first.schedule)
+    q_scale = 2.0 ** min(0, 14 - math.ceil(math.log2(max(largest, 1.0))))
+    return rows, schedule, len(first.schedule), tiles, q_scale
 
 
 def run_launches(launches: Sequence[Launch]) -> None:
     """Run what `describe` described; it may be run again whenever its operands hold new numbers."""
-    if any(launch_.config.tma for launch_ in launches):
+    if any(each.config.tma for each in launches):
         triton.set_allocator(_descriptor_memory)
-    for launch_ in launches:
-        _launch(*launch_)
+    for key, config, tiles, arguments in launches:
+        grid = (min(tiles, _multiprocessors(arguments[0].device) * config.programs_per_sm),)
+        launch(KERNELS[key.kind], grid, *arguments, **constants(key, config, interpreting()))
 
 
 def run_product(product: Product) -> None:
@@ -61,22 +84,22 @@ def run_product(product: Product) -> None:
     run_launches(describe([[(product,)]]))
 
 
-def _launch(key: LaunchKey, config: ProductConfig, rows: Tensor, tiles: int) -> None:
-    meta = {
+def constants(key: LaunchKey, config: ProductConfig, interpret: bool) -> dict[str, Any]:
+    """The compile-time arguments of a launch and Triton's options."""
+    meta: dict[str, Any] = {
         "IN": _TL_DTYPES[key.operands],
         "OUT_DTYPE": _TL_DTYPES[key.out],
-        "BLOCK_K": config.block_k,
-        "GROUP": config.group,
         "TMA": config.tma,
-        "INTERPRET": interpreting(),
+        "INTERPRET": interpret,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    grid = (min(tiles, _multiprocessors(rows.device) * config.programs_per_sm),)
+    if key.kind == "onchip":
+        return {**meta, "R": config.tile_m, "BLOCK_S": config.tile_n}
+    meta |= {"BLOCK_K": config.block_k, "GROUP": config.group, "PRECISION": config.precision}
     if key.kind == "general":
-        launch(grouped.general_kernel, grid, rows, tiles, TILE_M=config.tile_m, TILE_N=config.tile_n, **meta)
-    else:
-        launch(grouped.symmetric_kernel, grid, rows, tiles, TILE=config.tile_m, **meta)
+        return {**meta, "TILE_M": config.tile_m, "TILE_N": config.tile_n}
+    return {**meta, "TILE": config.tile_m}
 
 
 def _multiprocessors(device: torch.device) -> int:
