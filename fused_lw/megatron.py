@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fused_lw.layout import Layout, plan
 from fused_lw.layout.plan import Policy
@@ -142,29 +144,33 @@ def _layout_class(layer_wise: type) -> type:
 
 
 def _muon_class() -> type:
-    for module in _MUON:
-        try:
-            muon: type = _class(module, "TensorParallelMuon")
-            return muon
-        except (ImportError, RuntimeError):
+    _module("megatron.core")
+    for name in _MUON:
+        if importlib.util.find_spec(name) is None:
             continue
-    _class("megatron.core", "__version__")  # an ImportError that says that Megatron-Core is missing altogether
+        muon = getattr(_module(name), "TensorParallelMuon", None)
+        if isinstance(muon, type) and issubclass(muon, Optimizer):
+            return muon
     raise RuntimeError(
-        f"Megatron-Core {_version()} has no TensorParallelMuon (it needs Emerging-Optimizers): "
+        f"Megatron-Core {_version()} has no TensorParallelMuon that is an optimizer (it needs Emerging-Optimizers): "
         "install(step=False) replaces the layout only"
     )
 
 
 def _class(module: str, name: str) -> Any:
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise ImportError(f"{module}.{name} is needed: install Megatron-Core, or a version that has it") from error
+    found = getattr(_module(module), name, None)
     if found is None:
         raise RuntimeError(f"{module} of Megatron-Core {_version()} has no {name}")
     return found
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and something that it imports is not
+        raise ImportError(f"{name} is needed: install Megatron-Core, or a version that has it") from error
 
 
 def _version() -> str:
