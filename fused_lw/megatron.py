@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -146,9 +146,7 @@ def _layout_class(layer_wise: type) -> type:
 def _muon_class() -> type:
     _module("megatron.core")
     for name in _MUON:
-        if importlib.util.find_spec(name) is None:
-            continue
-        muon = getattr(_module(name), "TensorParallelMuon", None)
+        muon = getattr(_find(name), "TensorParallelMuon", None)
         if isinstance(muon, type) and issubclass(muon, Optimizer):
             return muon
     raise RuntimeError(
@@ -164,13 +162,21 @@ def _class(module: str, name: str) -> Any:
     return found
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
+    module = _find(name)
+    if module is None:
+        raise ImportError(f"{name} is needed: install Megatron-Core, or a version that has it")
+    return module
+
+
+def _find(name: str) -> ModuleType | None:
+    """The module, or None where it or a package of it is missing; not where something that it imports is."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it imports is not
-        raise ImportError(f"{name} is needed: install Megatron-Core, or a version that has it") from error
+            raise
+        return None
 
 
 def _version() -> str:

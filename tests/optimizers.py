@@ -6,7 +6,6 @@ that a comparison sees the rule and not bf16's rounding. `install` puts them whe
 
 from __future__ import annotations
 
-import importlib.machinery
 import math
 import sys
 import types
@@ -40,10 +39,7 @@ def library(module: str):
 
     def place(thing):
         thing.__module__ = module
-        if module not in MODULES:
-            MODULES[module] = types.ModuleType(module)
-            MODULES[module].__spec__ = importlib.machinery.ModuleSpec(module, None)
-        setattr(MODULES[module], thing.__name__, thing)
+        setattr(MODULES.setdefault(module, types.ModuleType(module)), thing.__name__, thing)
         return thing
 
     return place
