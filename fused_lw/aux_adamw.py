@@ -74,7 +74,16 @@ class MuonWithAuxAdamW(Optimizer):
         return {**super().__getstate__(), "_members": self._members}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but momenta and master weights keep their dtype instead of taking the parameter's."""
+        """As torch's, but momenta and master weights keep their dtype instead of taking the parameter's.
+
+        Checkpoints of `torch.optim.Muon` and `fused_lw.Muon` load where the groups are the same.
+        """
+        groups = [
+            {"use_muon": group["use_muon"], **saved}
+            for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False)
+        ]
+        if len(groups) == len(state_dict["param_groups"]):  # otherwise torch says what does not match
+            state_dict = {**state_dict, "param_groups": groups}
         super().load_state_dict(state_dict)
         keep_saved_dtypes(self, state_dict, "momentum_buffer")
         keep_saved_dtypes(self, state_dict, "master_param")
@@ -85,6 +94,7 @@ class MuonWithAuxAdamW(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
