@@ -28,15 +28,16 @@ ONCHIP_MAX_ROWS = 64
 ONCHIP_MAX_STEPS = 5
 
 
-# Steps of the first and of every later segment of the Gram iteration. A third step without restart loses the small
-# singular values; a first segment of one step has the factor that a bf16 X, and so a bf16 factor, harms least.
-FIRST_SEGMENT = 1
-LATER_SEGMENT = 2
+# Steps of the first and of every later segment of the Gram iteration. In fp16 a third step without restart loses the
+# small singular values, and a first segment of one step has the factor that a bf16 X, and so a bf16 factor, harms
+# least. float32 squares keep them for three steps (of every schedule, to the accuracy of the standard iteration).
+SEGMENTS = {torch.float16: (1, 2), torch.float32: (3, 2)}
 
 
-def segments(schedule: tuple[Triple, ...]) -> list[tuple[Triple, ...]]:
+def segments(schedule: tuple[Triple, ...], square_dtype: torch.dtype) -> list[tuple[Triple, ...]]:
     """Cut a schedule where the Gram iteration restarts."""
-    cuts = [0, *range(FIRST_SEGMENT, len(schedule), LATER_SEGMENT), len(schedule)]
+    first, later = SEGMENTS[square_dtype]
+    cuts = [0, *range(first, len(schedule), later), len(schedule)]
     return [schedule[i:j] for i, j in itertools.pairwise(cuts)]
 
 
@@ -93,7 +94,7 @@ def gram(
     Y = arena.take(batch, r, s, x_dtype)
     stages: list[Stage] = []
     first: InputNorm | None = norm
-    for segment in segments(schedule):
+    for segment in segments(schedule, square_dtype):
         g = square_scale(r, square_dtype) if first is not None else 1.0
         stages.append((Symmetric(X, X, R, alpha=g, norm=first, exact=True),))
         Q: Tensor | None = None

@@ -65,7 +65,7 @@ def symmetric_product(
     if gamma != 0.0:
         product.diagonal(dim1=-2, dim2=-1).add_(gamma)
     if exact and not _blocked(product):
-        _mirror(product)
+        _symmetrize(product)
     if product is not out:
         out.copy_(product)
 
@@ -134,9 +134,9 @@ def _lower_blocks(C: Tensor, P: Tensor, Q: Tensor, beta: float, alpha: float, ou
         j = min(i + BLOCK_ROWS, out.shape[0])
         torch.addmm(C[i:j, :j], P[i:j], Q[:j].T, beta=beta, alpha=alpha, out=out[i:j, :j])
         out[:i, i:j].copy_(out[i:j, :i].T)
-        _mirror(out[i:j, i:j])
+        _symmetrize(out[i:j, i:j])
 
 
-def _mirror(square: Tensor) -> None:
-    """Replace the upper triangle of [..., r, r] by the lower one."""
-    square.copy_(square.tril() + square.tril(-1).mT)
+def _symmetrize(square: Tensor) -> None:
+    """Replace [..., r, r] by the mean of itself and its transpose, which is symmetric to the bit."""
+    square.add_(square.mT.clone()).mul_(0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_lw
 from fused_lw.kernels import pack, triton_backend
 from fused_lw.kernels.launch import launch
+from fused_lw.layout import model_specs, plan
 
 MEASURE_PEAK = """
 import re, torch, fused_lw
@@ -172,3 +174,29 @@ def test_moved_tensors_are_found_again():
     assert held
     for a, b in zip(params, twin_params, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("precision", ["mixed", "fp16", "bf16"])
+def test_launches_of_a_step_of_a_nemotron_rank(monkeypatch, precision):
+    """Full-size matrices of the rank with the most shapes, described but not run: nothing here touches their memory."""
+    launches = Counter[str]()
+
+    def count_only(kernel, *args, **kwargs):
+        launches[kernel.__name__] += 1
+
+    for module in (pack, triton_backend):
+        monkeypatch.setattr(module, "launch", count_only)
+    layout = plan(model_specs("nemotron-3-nano", ep=16), dp_size=32)
+    shapes = {name: group.shape for rank in range(32) for group in layout.groups(rank) for name in group.names}
+    names = max(
+        ([name for group in layout.groups(rank) for name in group.names] for rank in range(32)),
+        key=lambda names: len({shapes[name] for name in names}),
+    )
+    params = [torch.nn.Parameter(torch.empty(shapes[name])) for name in names]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    optimizer = fused_lw.Muon(params, backend="triton", precision=precision, max_scratch_bytes=16 * 2**30)
+    optimizer.step()
+    assert launches["copy_out_kernel"] >= 1
+    assert sum(launches.values()) <= 30
+    assert sum(n for kernel, n in launches.items() if "copy" not in kernel and "sum_tiles" not in kernel) <= 20

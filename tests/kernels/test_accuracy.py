@@ -83,4 +83,5 @@ def test_gram_in_float32_is_about_as_accurate_as_standard(spectrum, shape):
             relative_error(newton_schulz(X, coefficients=name, algorithm=a, dtype=torch.float32), expected)
             for a in ("gram", "standard")
         )
-        assert gram < max(1e-5, 6 * standard), name
+        # Three steps without restart cost some digits where few singular values stand out; 1e-3 of bf16's error.
+        assert gram < max(4e-5, 6 * standard), name
