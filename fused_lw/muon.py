@@ -202,19 +202,30 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        for group in self.param_groups:
-            _check_options(group)
-            if group["capturable"]:
-                _check_devices(group)
-            if group["rounding"] == "stochastic":
-                _start_count(group)
+        rules = begin_step(self.param_groups)
         if not hasattr(self, "_updater"):  # lost by deepcopy and pickle, which keep state and groups only
             self._updater = Updater(self.defaults["backend"], self.defaults["max_scratch_bytes"])
-        step_groups(self.param_groups, [_rule(group) for group in self.param_groups], self.state, self._updater)
-        for group in self.param_groups:
-            if group["rounding"] == "stochastic":
-                group["steps_done"] += 1
+        step_groups(self.param_groups, rules, self.state, self._updater)
+        end_step(self.param_groups)
         return loss
+
+
+def begin_step(param_groups: Sequence[dict[str, Any]]) -> list[MatrixRule]:
+    """The rule of each group of a `Muon`, as its options are now. Raises a ValueError for an option without meaning."""
+    for group in param_groups:
+        _check_options(group)
+        if group["capturable"]:
+            _check_devices(group)
+        if group["rounding"] == "stochastic":
+            _start_count(group)
+    return [_rule(group) for group in param_groups]
+
+
+def end_step(param_groups: Sequence[dict[str, Any]]) -> None:
+    """Count a step that was done."""
+    for group in param_groups:
+        if group["rounding"] == "stochastic":
+            group["steps_done"] += 1
 
 
 def keep_saved_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], key: str) -> None:

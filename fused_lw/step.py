@@ -24,7 +24,17 @@ def step_groups(
     state: MutableMapping[Tensor, dict[str, Any]],
     updater: Updater,
 ) -> None:
-    """Update every parameter of the groups that has a gradient.
+    """Update every parameter of the groups that has a gradient. Arguments and errors are those of `collect_work`."""
+    updater(collect_work(param_groups, rules, state, updater), rules)
+
+
+def collect_work(
+    param_groups: Sequence[dict[str, Any]],
+    rules: Sequence[MatrixRule],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    updater: Updater,
+) -> list[Work]:
+    """What `updater` has to do: every parameter of the groups that has a gradient, checked, with its momentum.
 
     Args:
         param_groups: a torch optimizer's; only "params" and, for messages, "param_names" are read.
@@ -61,7 +71,7 @@ def step_groups(
             found.append((name, param, view, index))
     _check_overlap(found, updater)
     updater.grad_dtypes.update((id(param), param.grad.dtype) for _, param, _, _ in found if param.grad is not None)
-    work = [
+    return [
         Work(
             name,
             param,
@@ -74,7 +84,6 @@ def step_groups(
         )
         for name, param, view, index in found
     ]
-    updater(work, rules)
 
 
 def check_param(name: str, param: Tensor, rule: MatrixRule) -> None:

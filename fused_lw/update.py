@@ -79,6 +79,7 @@ class Work(NamedTuple):
     ns: NSRule
     group: int  # index of its MatrixRule
     master: Tensor | None = None  # fp32
+    wave: int = 0  # a wave is written before the next one is started
 
 
 class _Chunk(NamedTuple):
@@ -89,6 +90,7 @@ class _Chunk(NamedTuple):
     orthogonalize: Callable[[], list[Tensor]]
     backend: ResolvedBackend
     hyper: Tensor  # [groups, 3] float64: lr, weight decay, steps done
+    wave: int
 
 
 class Updater:
@@ -113,8 +115,14 @@ class Updater:
         self._chunks: list[_Chunk] = []
         self._hypers: list[_Hyper] = []
 
-    def __call__(self, work: Sequence[Work], rules: Sequence[MatrixRule]) -> None:
-        """One step. `rules` holds one per parameter group."""
+    def __call__(
+        self, work: Sequence[Work], rules: Sequence[MatrixRule], before_wave: Callable[[int], None] | None = None
+    ) -> None:
+        """One step. `rules` holds one per parameter group.
+
+        `before_wave` is called with the number of each wave that has work here, in rising order, when everything
+        of the waves before it has been written (on a GPU: enqueued) and before its own gradients are read.
+        """
         signature = _signature(work, rules)
         if signature != self._signature:
             self._signature = None  # so that a failure leaves nothing half described
@@ -122,7 +130,11 @@ class Updater:
             self._signature = signature
         for hyper in self._hypers:
             hyper.write(rules)
+        wave = -1
         for chunk in self._chunks:
+            if before_wave is not None and chunk.wave > wave:
+                before_wave(chunk.wave)
+            wave = chunk.wave
             for matrix, index, block in chunk.members:
                 matrix.grad = work[index].view.locate(work[index].grad, block)
             pack = _pack_module(chunk.backend)
@@ -132,20 +144,20 @@ class Updater:
                 matrix.grad = None  # or zero_grad(set_to_none=True) would free nothing
 
     def _describe(self, work: Sequence[Work], rules: Sequence[MatrixRule]) -> None:
-        families: dict[tuple[torch.device, NSRule], dict[Shape, list[tuple[int, Block]]]] = {}
-        for index, item in enumerate(work):
-            shapes = families.setdefault((item.param.device, item.ns), {})
+        families: dict[tuple[int, torch.device, NSRule], dict[Shape, list[tuple[int, Block]]]] = {}
+        for index, item in sorted(enumerate(work), key=lambda pair: pair[1].wave):
+            shapes = families.setdefault((item.wave, item.param.device, item.ns), {})
             for block in item.view.blocks:
                 shapes.setdefault(_oriented(block), []).append((index, block))
 
-        planned: list[tuple[torch.device, NSRule, list[list[tuple[int, Block]]]]] = []
+        planned: list[tuple[int, torch.device, NSRule, list[list[tuple[int, Block]]]]] = []
         needed: dict[torch.device, int] = {}
-        for (device, ns), shapes in families.items():
+        for (wave, device, ns), shapes in families.items():
             backend = resolve_backend(self.backend, device)
             bound = self.max_scratch_bytes or default_scratch_bytes(device)
             counts = tuple((shape, len(members)) for shape, members in shapes.items())
             for chunk in plan_chunks(counts, ns, backend, bound):
-                planned.append((device, ns, [shapes[shape][start:stop] for shape, start, stop in chunk]))
+                planned.append((wave, device, ns, [shapes[shape][start:stop] for shape, start, stop in chunk]))
                 batches = [(stop - start, *shape) for shape, start, stop in chunk]
                 needed[device] = max(needed.get(device, 0), _scratch_nbytes(batches, ns, backend))
 
@@ -156,8 +168,8 @@ class Updater:
                 self._scratch[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self._hypers.append(_Hyper(len(rules), device))
         hypers = {hyper.table.device: hyper.table for hyper in self._hypers}
-        for device, ns, members in planned:
-            self._chunks.append(self._describe_chunk(work, rules, members, ns, hypers[device]))
+        for wave, device, ns, members in planned:
+            self._chunks.append(self._describe_chunk(work, rules, members, ns, hypers[device], wave))
 
     def _describe_chunk(
         self,
@@ -166,6 +178,7 @@ class Updater:
         members: Sequence[Sequence[tuple[int, Block]]],  # same-shape matrices
         ns: NSRule,
         hyper: Tensor,
+        wave: int,
     ) -> _Chunk:
         scratch = self._scratch[hyper.device]
         arena = Arena(scratch)
@@ -180,7 +193,7 @@ class Updater:
         problems = [Problem(group.workspace, group.sq_norm, group.scale) for group in groups]
         backend = resolve_backend(self.backend, hyper.device)
         orthogonalize = prepare(problems, ns, backend=backend, scratch=scratch[arena.nbytes :])
-        return _Chunk(Pack(groups), located, orthogonalize, backend, hyper)
+        return _Chunk(Pack(groups), located, orthogonalize, backend, hyper, wave)
 
 
 class _Hyper:
@@ -213,6 +226,7 @@ def _signature(work: Sequence[Work], rules: Sequence[MatrixRule]) -> tuple[Any, 
             item.momentum.dtype,
             item.momentum.stride(),
             item.grad.dtype,
+            item.wave,
             item.grad.stride(),
             item.view,
             item.ns,
