@@ -12,10 +12,12 @@ from fused_lw.kernels.device import explain_backend, interpreting, resolve_backe
 from fused_lw.kernels.launch import count_launches, launch
 from fused_lw.kernels.newton_schulz import NSRule, Problem, newton_schulz, orthogonalize, scratch_nbytes
 from fused_lw.kernels.products import row_stride
+from fused_lw.kernels.work import Work, work
 
 __all__ = [
     "NSRule",
     "Problem",
+    "Work",
     "coefficient_names",
     "count_launches",
     "explain_backend",
@@ -29,4 +31,5 @@ __all__ = [
     "schedule",
     "scratch_nbytes",
     "triton_available",
+    "work",
 ]

@@ -112,7 +112,7 @@ def _program(
     return build(X, norm, rule.schedule, x_dtype, square_dtype, arena)
 
 
-def _meta_program(shape: tuple[int, int, int], rule: NSRule, algorithm: Algorithm) -> tuple[list[Stage], Arena]:
+def meta_program(shape: tuple[int, int, int], rule: NSRule, algorithm: Algorithm) -> tuple[list[Stage], Arena]:
     """The program for a shape, built on tensors without storage: to count its work or its scratch."""
     batch, r, s = shape
     dtype = rule.workspace_dtype
@@ -131,7 +131,7 @@ def _cheaper_algorithm(r: int, s: int, rule: NSRule, backend: ResolvedBackend) -
         triangle = 1.0 if r < reference.BLOCKED_MIN_ROWS else BLOCKED_TRIANGLE
 
     def flops(algorithm: Algorithm) -> float:
-        stages, _ = _meta_program((1, r, s), rule, algorithm)
+        stages, _ = meta_program((1, r, s), rule, algorithm)
         return sum(
             triangle * 2.0 * r * r * p.P.shape[-1] if isinstance(p, Symmetric) else 2.0 * r * r * s
             for stage in stages
@@ -157,7 +157,7 @@ def scratch_nbytes(shapes: Sequence[tuple[int, int, int]], rule: NSRule, *, back
 
 @functools.lru_cache(maxsize=4096)
 def _arena_nbytes(shape: tuple[int, int, int], rule: NSRule, backend: ResolvedBackend) -> int:
-    return _meta_program(shape, rule, rule.resolve_algorithm(shape[1], shape[2], backend))[1].nbytes
+    return meta_program(shape, rule, rule.resolve_algorithm(shape[1], shape[2], backend))[1].nbytes
 
 
 @functools.lru_cache(maxsize=4096)

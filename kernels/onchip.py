@@ -16,6 +16,7 @@ from fused_lw.kernels.grouped import (
     FIRST_TILE,
     LEFT,
     LEFT_STRIDE,
+    OUT,
     ROWS,
     _cast,
     _dot,
@@ -68,7 +69,7 @@ def onchip_kernel(
     TMA: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Orthogonalize every problem's matrices in place."""
+    """Orthogonalize every problem's matrices; the output may be the input."""
     row = table
     m = tl.arange(0, R)
     identity = tl.where(m[:, None] == m[None, :], 1.0, 0.0)
@@ -104,7 +105,6 @@ def onchip_kernel(
         high = _cast(Q, IN, INTERPRET)
         # The rest of Q in a second product: one rounding of Q would be the largest error of all.
         low = _cast(Q - high.to(tl.float32), IN, INTERPRET)
-        out = tl.load(row + LEFT).to(tl.pointer_type(OUT_DTYPE)) + b * r * stride
         for k in range(0, s, BLOCK_S):
             x = _columns(X, tiles, r, s, stride, k, R, BLOCK_S, TMA)
             y = tl.zeros((R, BLOCK_S), dtype=tl.float32)
@@ -113,4 +113,5 @@ def onchip_kernel(
             columns = tl.arange(0, BLOCK_S)
             mask = (m < r)[:, None] & (columns < stride - k)[None, :]
             y = _cast(y * (sigma / q_scale), OUT_DTYPE, INTERPRET)
-            tl.store(tl.multiple_of(out + k, 16) + m[:, None] * stride + columns[None, :], y, mask=mask)
+            out = _matrix(row + OUT, OUT_DTYPE, b * r * stride + k)
+            tl.store(out + m[:, None] * stride + columns[None, :], y, mask=mask)

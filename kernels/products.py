@@ -70,7 +70,7 @@ class OnChip:
     """The whole iteration, X replaced by its result: what one launch does for matrices of few rows."""
 
     X: Tensor  # [B, r, s] 16-bit, unnormalized
-    out: Tensor  # [B, r, s] 16-bit, X's storage
+    out: Tensor  # [B, r, s] 16-bit, rows as far apart as X's; may be X's storage
     schedule: tuple[Triple, ...]
     norm: InputNorm
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,10 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]  # the kernel's, its table among them
 
 
-def describe(programs: Sequence[Sequence[Stage]]) -> list[Launch]:
+def describe(
+    programs: Sequence[Sequence[Stage]],
+    config_for: Callable[[str, Kind, torch.dtype], ProductConfig] = choose,
+) -> list[Launch]:
     """The launches that run every program's stages in order, independent programs side by side."""
     launches = merge(programs)
     if not launches:
@@ -45,7 +48,7 @@ def describe(programs: Sequence[Sequence[Stage]]) -> list[Launch]:
     rows: list[int] = []
     plan: list[tuple[LaunchKey, ProductConfig, int, Sequence[Product], int]] = []
     for key, products in launches:
-        config = choose(arch, key.kind, key.operands)
+        config = config_for(arch, key.kind, key.operands)
         flat, tiles = table.build(products, config)
         plan.append((key, config, tiles, products, len(rows)))
         rows += flat

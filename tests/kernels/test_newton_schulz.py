@@ -23,8 +23,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _device_and_seed():
+    """On a machine with a GPU the same tests run there."""
     torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "standard", "gram"])
@@ -128,6 +131,8 @@ def test_unlike_shapes_together_give_the_bits_of_each_alone(backend, precision):
     small = [(2, 33, 33), (1, 5, 40), (3, 20, 70), (1, 1, 1)]
     problems = [problem(shape, rule) for shape in small + ([(2, 65, 70)] if precision == "mixed" else [])]
     together = solve(problems, rule, backend)
+    for result, again in zip(together, solve(problems, rule, backend), strict=True):
+        assert torch.equal(result, again)
     for p, result in zip(problems, together, strict=True):
         assert relative_error(result, exact(p.X, JORDAN)) < (1e-5 if precision == "fp32" else 3e-2)
     for p, result in zip(problems, together, strict=True):
