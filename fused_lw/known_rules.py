@@ -70,12 +70,12 @@ class KellerJordan(StepRule):
             if not group["use_muon"]:
                 return None
         _require(optimizer, group, "lr", "weight_decay", "momentum")
-        for param in group["params"]:
+        for position, param in enumerate(group["params"]):
             if param.ndim == 4:
                 raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)}: {title(optimizer)} scales convolutions by the sides "
-                    "of their kernel, where every other Muon takes out / (in * kh * kw); train them with fused_lw.Muon "
-                    "or fused_lw.MuonWithAuxAdamW, whose lr then means what it means for matrices"
+                    f"{_called(group, position)} of shape {tuple(param.shape)}: {title(optimizer)} scales a convolution by "
+                    "the sides of its kernel, fused_lw by out / (in * kh * kw), so its update would change; build a "
+                    "fused_lw.Muon or fused_lw.MuonWithAuxAdamW and choose its lr"
                 )
         return MatrixRule(
             lr=float(group["lr"]),
@@ -289,9 +289,8 @@ class EmergingOptimizers(StepRule):
         _require(optimizer, group, "lr", "weight_decay")
         for position, param in enumerate(group["params"]):
             if param.dtype != torch.float32 or param.ndim != 2:
-                names = group.get("param_names")
                 raise ValueError(
-                    f"{names[position] if names else 'a parameter'} of shape {tuple(param.shape)} is {param.dtype}: "
+                    f"{_called(group, position)} of shape {tuple(param.shape)} is {param.dtype}: "
                     f"{title(optimizer)} takes float32 matrices; keep float32 master weights, or use fused_lw.Muon"
                 )
         if group["weight_decay"] and self._decay(optimizer, group) != "decoupled":
@@ -353,6 +352,11 @@ def _require(optimizer: Optimizer, group: dict[str, Any], *keys: str) -> None:
                 f"a parameter group of {title(optimizer)} has no {key!r}, so this is another version or another "
                 "optimizer: name the one that it is a copy of with like=, or describe it with fused_lw.register_rule"
             )
+
+
+def _called(group: dict[str, Any], position: int) -> str:
+    names = group.get("param_names")
+    return names[position] if names else "a parameter"
 
 
 def _choose(optimizer: Optimizer, option: str, value: Any, known: dict[Any, Any]) -> Any:

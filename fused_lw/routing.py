@@ -6,6 +6,7 @@ parameter come first, then the module that owns it, then its name.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -177,6 +178,26 @@ def split_params(model: nn.Module | Iterable[tuple[str, Tensor]]) -> ParamSplit:
         ValueError, TypeError: as `classify`.
     """
     return ParamSplit(tuple(classify(model)))
+
+
+def model_from(where: str) -> nn.Module:
+    """The model that a factory makes: "package.module:factory", called without arguments and without storage.
+
+    Raises:
+        ValueError: for anything else, saying what was expected and what was found.
+    """
+    module, _, factory = where.partition(":")
+    if not module or not factory:
+        raise ValueError(f"expected package.module:factory, got {where!r}")
+    try:
+        make = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{where!r} cannot be imported: {error}") from error
+    with torch.device("meta"):
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{where!r} made a {type(model).__name__}, expected a torch.nn.Module")
+    return model
 
 
 def _checked_pair(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:

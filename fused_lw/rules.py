@@ -138,6 +138,8 @@ def rule_of(optimizer: Optimizer) -> type[StepRule]:
     """
     _load_known()
     rule = _BY_CLASS.get(title(optimizer))
+    if rule is None and title(optimizer).startswith("fused_lw."):
+        raise ValueError(f"{title(optimizer)} steps by fused_lw already")
     if rule is None:
         inner = getattr(optimizer, "optimizer", None)
         hint = (

@@ -10,6 +10,7 @@ from rich.console import Console
 from torch import nn
 
 import fused_lw
+from fused_lw.routing import model_from
 from tests import optimizers
 from tests.optimizers import MODULES
 
@@ -57,6 +58,20 @@ def test_parameters_are_divided_with_reasons():
     text = printed.get()
     assert all(name in text for name in reasons)
     assert "tagged use_muon=False" in text
+
+
+def test_a_model_is_made_by_its_factory_without_storage():
+    model = model_from(f"{__name__}:TinyModel")
+    assert {param.device.type for param in model.parameters()} == {"meta"}
+    assert len(fused_lw.split_params(model).matrices) == 4
+    for where, message in (
+        ("TinyModel", r"expected package\.module:factory"),
+        ("no.such:thing", "cannot be imported"),
+        (f"{__name__}:nothing", "cannot be imported"),
+        ("builtins:list", "made a list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model_from(where)
 
 
 def test_one_object_steps_as_muon_and_adamw_do_apart():

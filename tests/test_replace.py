@@ -158,6 +158,24 @@ def test_twenty_steps_after_the_swap_equal_twenty_of_the_original(case):
         assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_the_size_of_eps_are_divided_as_the_original_divides(case):
+    moves = []
+    for swap in (True, False):
+        optimizer = build(case)
+        for group in optimizer.param_groups:
+            group["wd" if "wd" in group else "weight_decay"] = 0.0
+        if swap:
+            fused_lw.replace_step(optimizer)
+        before = [param.detach().clone() for param in params_of(optimizer)]
+        for param in params_of(optimizer):
+            param.grad = torch.full_like(param, 2e-8).cumsum(-1).sin() / 50  # norms about 1e-8, of rank one
+        optimizer.step()
+        moves.append([p.detach() - b for p, b in zip(params_of(optimizer), before, strict=True)])
+    for ours, theirs in zip(*moves, strict=True):
+        assert float((ours - theirs).norm()) <= 1e-3 * float(theirs.norm())
+
+
 @pytest.mark.parametrize("precision", ["bf16", "mixed"])
 @pytest.mark.parametrize("case", ["torch", "keller_jordan-SingleDeviceMuon", "moonlight", "dion-polar_express"])
 def test_half_precision_is_as_near_to_float32_as_the_original_in_bf16(monkeypatch, case, precision):
@@ -331,7 +349,14 @@ def refused_cases():
         optimizer.defaults["ns_steps"] = 5
         return optimizer
 
+    def dtensor():
+        params = make_params()
+        params[1].device_mesh = "what a DTensor has"
+        return torch.optim.Muon([{"params": params[:1]}, {"params": params[1:]}])
+
     return {
+        "DTensor": (dtensor, r"parameter 0 of group 1 .* is a DTensor.*LayerWiseMuon"),
+        "fused_lw's own": (lambda: fused_lw.Muon(make_params()), r"fused_lw\.muon\.Muon steps by fused_lw already"),
         "unknown class": (
             lambda: torch.optim.SGD(make_params(), lr=0.1),
             r"torch\.optim\.sgd\.SGD is not known.*like=.*register_rule",
@@ -339,7 +364,7 @@ def refused_cases():
         "KellerJordan of another version": (older_keller_jordan, r"option 'ns_steps'.*register_rule"),
         "KellerJordan convolution": (
             lambda: MODULES["muon"].Muon([torch.nn.Parameter(torch.ones(8, 4, 3, 3))]),
-            r"\(8, 4, 3, 3\).*sides of their kernel.*fused_lw\.Muon",
+            r"\(8, 4, 3, 3\).*sides of its kernel.*fused_lw\.Muon",
         ),
         "Dion over a mesh": (
             lambda: dion_muon(make_params(), distributed_mesh=object()),
