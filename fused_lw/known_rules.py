@@ -73,8 +73,8 @@ class KellerJordan(StepRule):
         for position, param in enumerate(group["params"]):
             if param.ndim == 4:
                 raise ValueError(
-                    f"{_called(group, position)} of shape {tuple(param.shape)}: {title(optimizer)} scales a convolution by "
-                    "the sides of its kernel, fused_lw by out / (in * kh * kw), so its update would change; build a "
+                    f"{_called(group, position)} of shape {tuple(param.shape)}: {title(optimizer)} scales it "
+                    "by the sides of the kernel, fused_lw by out / (in * kh * kw), so its update would change; build a "
                     "fused_lw.Muon or fused_lw.MuonWithAuxAdamW and choose its lr"
                 )
         return MatrixRule(
