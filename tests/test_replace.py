@@ -307,6 +307,42 @@ def test_a_rule_for_a_class_of_ones_own(monkeypatch):
     assert "momentum_buffer" in ours.state[params_of(ours)[0]]
 
 
+def older_emerging(params, **groups):
+    """Its first versions keep everything but the closure's variables in the groups."""
+    scale_mode, extra_scale_factor, num_ns_steps, coefficient_type = "spectral", 0.5, 5, "simple"
+
+    def scaled_orthogonalize_fn(grad):
+        factor = optimizers.newton_schulz(grad, num_ns_steps, coefficient_type)
+        return factor * optimizers.SCALES[scale_mode](*grad.shape) * extra_scale_factor
+
+    optimizer = torch.optim.Optimizer.__new__(MODULES["emerging_optimizers.orthogonalized_optimizers.muon"].Muon)
+    options = {"lr": 0.02, "momentum_beta": 0.9, "weight_decay": 0.1, "use_nesterov": True}
+    torch.optim.Optimizer.__init__(optimizer, params, {**options, **groups})
+    optimizer.fp32_matmul_prec = "medium"
+    optimizer.scaled_orthogonalize_fn = scaled_orthogonalize_fn
+    return optimizer
+
+
+def test_a_version_that_keeps_its_options_elsewhere_is_read_there():
+    ours = fused_lw.replace_step(older_emerging(make_params(), use_decoupled_weight_decay=True))
+    newer = MODULES["emerging_optimizers.orthogonalized_optimizers.muon"].Muon(
+        make_params(), 0.02, 0.9, 0.1, nesterov=True, coefficient_type="simple", extra_scale_factor=0.5
+    )
+    train(ours, 3)
+    train(newer, 3)
+    assert max(distances(ours, newer)) < 2e-5
+    with pytest.raises(ValueError, match="does not say how it decays weights"):
+        fused_lw.replace_step(older_emerging(make_params()))
+    with pytest.raises(ValueError, match="'l2'"):
+        fused_lw.replace_step(older_emerging(make_params(), use_decoupled_weight_decay=False))
+    with pytest.raises(ValueError, match="'independent'"):
+        fused_lw.replace_step(older_emerging(make_params(), use_decoupled_wd=True, use_independent_wd=True))
+    closed = older_emerging(make_params(), use_decoupled_weight_decay=True)
+    closed.scaled_orthogonalize_fn = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"does not say its coefficient_type.*register_rule"):
+        fused_lw.replace_step(closed)
+
+
 # Bad input: refused with the reason, and left alone
 
 
