@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from fused_lw.layout.packing import IntArray
 # A shard looks for a partner among this many of the best placed ones, and among fewer for exchanges of several items.
 PARTNERS = 48
 FEW_PARTNERS = 12
+# With more classes than this there are fewer partners, and pairs of classes are not exchanged: the work stays bounded.
+MANY_CLASSES = 24
 
 
 class Exchange(NamedTuple):
@@ -50,12 +53,8 @@ class Plan:
         self.filled = counts @ sizes  # [B, D]
         self.owned = counts.sum(axis=0)  # [D, K]
         self.loads = self._cost(self.owned)  # [D]
-        # What an exchange gives or takes: nothing or one item; where that does not help two, or up to four alike.
-        single = np.eye(len(sizes), dtype=np.int64)
-        pairs = [a + b for a, b in itertools.combinations_with_replacement(single, 2)]
-        small = np.concatenate([np.zeros_like(single[:1]), single])
-        large = np.concatenate([small, pairs, 3 * single, 4 * single])
-        self._tries = ((small, PARTNERS), (large, FEW_PARTNERS))  # bundles [G, K], number of partners
+        crowd = max(1, len(sizes) // MANY_CLASSES)
+        self._tries = ((False, max(4, PARTNERS // crowd)), (True, max(4, FEW_PARTNERS // crowd)))  # several, partners
 
     @property
     def heights(self) -> IntArray:
@@ -85,9 +84,9 @@ class Plan:
             ranking = np.argsort(self.loads, kind="stable")
             heights = self.heights
             caps = heights + max(0, height - int(heights.sum())) // self.divisor * self.divisor
-            for bundles, count in self._tries:
+            for several, count in self._tries:
                 partners = ranking[:count]
-                found = [(self._exchange(b, giver, partners, bundles, cap=int(caps[b])), b) for b in self.free]
+                found = [(self._exchange(b, giver, partners, several, cap=int(caps[b])), b) for b in self.free]
                 if len(self.free) > 1:
                     found += [(self._swap(b, giver, partners), b) for b in self.free]
                 best, b = min(found, key=lambda pair: pair[0].worse)
@@ -109,8 +108,8 @@ class Plan:
                 if self.filled[b, giver] <= mean + mean // 1000:
                     break
                 ranking = np.argsort(self.filled[b], kind="stable")
-                for bundles, count in self._tries:
-                    best = self._exchange(b, giver, ranking[:count], bundles, peak=peak)
+                for several, count in self._tries:
+                    best = self._exchange(b, giver, ranking[:count], several, peak=peak)
                     if best.worse < self.filled[b, giver]:
                         self._move(b, giver, best)
                         break
@@ -122,28 +121,39 @@ class Plan:
         b: int,
         giver: int,
         partners: IntArray,  # [P]
-        bundles: IntArray,  # [G, K]
+        several: bool,
         *,
         cap: int | None = None,
         peak: int | None = None,
     ) -> Exchange:
         """The best exchange of two bundles: lowest cost under a cap on the height, or lowest fill under a `peak`."""
         partners = partners[partners != giver]
-        gives = bundles[np.all(bundles <= self.counts[b, giver], axis=1)]  # [g, K]
         if not partners.size:
-            return Exchange(2**62, 0, bundles[0])
-        takes = bundles  # [t, K]
-        possible = np.all(takes <= self.counts[b, partners, None], axis=2)  # [P, t]
+            return Exchange(2**62, 0, self.counts[b, giver])
+        # Only the classes C that these shards hold matter.
+        there, here = self.counts[b, partners], self.counts[b, giver]
+        classes = np.flatnonzero(here + there.sum(axis=0))
+        there, here, sizes, prices = there[:, classes], here[classes], self.sizes[classes], self.prices[classes]
+        columns = np.arange(len(classes))
+        bundles = _bundles(len(classes), several)  # [G, C]
+        gives = bundles[np.all(bundles <= here, axis=1)]  # [g, C]
+        takes = bundles[np.any(np.all(bundles <= there[:, None], axis=2), axis=0)]  # [t, C]
+        possible = np.all(takes <= there[:, None], axis=2)  # [P, t]
         disjoint = gives @ takes.T == 0  # [g, t]
+
+        def changed(owned: IntArray) -> IntArray:
+            cost: IntArray = prices[columns, owned].sum(axis=-1)
+            return cost
+
         # Costs and fills of giver [g, t] and partners [P, g, t] after the exchange.
-        less = self._cost(self.owned[giver] - gives)[:, None] - self.loads[giver]
-        more = self._cost(self.owned[giver] + takes)[None] - self.loads[giver]
-        cost_giver = self.loads[giver] + less + more
-        mine = self.owned[partners, None]
-        more = self._cost(mine + gives)
-        less = self._cost(np.maximum(mine - takes, 0)) - self.loads[partners, None]
-        cost_partner = more[:, :, None] + less[:, None, :]
-        grown = (gives @ self.sizes)[:, None] - (takes @ self.sizes)[None]
+        mine, theirs = self.owned[giver, classes], self.owned[partners][:, None, classes]
+        before = changed(mine)
+        cost_giver = self.loads[giver] + (changed(mine - gives) - before)[:, None] + (changed(mine + takes) - before)
+        before = changed(theirs)
+        more = changed(theirs + gives) - before
+        less = changed(np.maximum(theirs - takes, 0)) - before
+        cost_partner = self.loads[partners, None, None] + more[:, :, None] + less[:, None, :]
+        grown = (gives @ sizes)[:, None] - (takes @ sizes)[None]
         fill_giver = self.filled[b, giver] - grown
         fill_partner = self.filled[b, partners, None, None] + grown
         cost = np.maximum(cost_giver, cost_partner)
@@ -154,7 +164,9 @@ class Plan:
         else:
             worse = np.where(allowed & (cost <= peak), fill, 2**62)
         p, g, t = np.unravel_index(int(np.argmin(worse)), worse.shape)
-        return Exchange(int(worse[p, g, t]), int(partners[p]), gives[g] - takes[t])
+        given = np.zeros_like(self.sizes)
+        given[classes] = gives[g] - takes[t]
+        return Exchange(int(worse[p, g, t]), int(partners[p]), given)
 
     def _swap(self, b: int, giver: int, partners: IntArray) -> Exchange:
         """All of the bucket's items for all of the partner's that costs least; it changes no height."""
@@ -173,3 +185,14 @@ class Plan:
     def _cost(self, owned: IntArray) -> IntArray:  # [..., K] -> [...]
         cost: IntArray = self.prices[self._classes, owned].sum(axis=-1)
         return cost
+
+
+@cache
+def _bundles(classes: int, several: bool) -> IntArray:  # [G, C]
+    """What an exchange gives or takes: nothing or one item, or `several`: two, three or four alike, a pair."""
+    single = np.eye(classes, dtype=np.int64)
+    small = np.concatenate([np.zeros((1, classes), dtype=np.int64), single])
+    if not several:
+        return small
+    pairs = itertools.combinations(single, 2) if classes <= MANY_CLASSES else ()
+    return np.concatenate([small, *(n * single for n in (2, 3, 4)), *((a + b)[None] for a, b in pairs)])

@@ -29,7 +29,7 @@ from fused_lw.layout.spec import ParamSpec
 LOOSENESS = (0, 5, 20, 60, 150)
 # Buffer and maximum cost together within two thousandths of their bounds: good enough to stop.
 GOOD_SCORE = 2_002_000
-# Plans are equally good within two tenths of a thousandth; then the one with fewer shapes per rank wins.
+# Plans are equally good within two tenths of a thousandth; then the one with fewer batches wins.
 SAME_SCORE = 200
 # Exchanges of one local search, at most.
 STEPS = 200
@@ -62,10 +62,9 @@ def balanced(problem: Problem, prices: Prices, peak_of: Callable[[Assignment], i
 
 
 def _owned_shapes(problem: Problem, assignment: Assignment) -> int:
-    """Distinct full shapes of each rank, over all ranks: the batches that run."""
-    return len(
-        {(d, problem.specs[i].full_shape) for shards in assignment for d, shard in enumerate(shards) for i in shard}
-    )
+    """Distinct oriented shapes of each rank, over all ranks: the batches that run."""
+    shapes = [spec.oriented for spec in problem.specs]
+    return len({(d, shapes[i]) for shards in assignment for d, shard in enumerate(shards) for i in shard})
 
 
 def by_shape(problem: Problem, assignment: Assignment) -> Assignment:

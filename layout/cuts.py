@@ -15,7 +15,8 @@ from fused_lw.layout.packing import IntArray, Packer, height_bound
 # Work of one search. Longer models are searched piece by piece, so the time grows with their length only.
 REFERENCE_BUCKETS = 32
 MAX_POSITIONS = 768
-MAX_STEPS = 10_000  # cut positions times shortest paths
+MAX_STEPS = 16_000  # cut positions times shortest paths
+FEW_CLASSES = 16  # both are less, in proportion, with more classes than this
 
 
 def cut(
@@ -57,8 +58,9 @@ class _Windows:
         is_last: bool,  # of the pieces: its last bucket may be small
     ) -> None:
         start, end = reference[0], reference[-1]
+        self.crowd = max(1, len(packer.sizes) // FEW_CLASSES)
         step = 1
-        while (end - start) // step > MAX_POSITIONS:
+        while (end - start) // step > MAX_POSITIONS // self.crowd:
             step *= 2  # powers of two, so that runs of equal experts are still cut at multiples of most dp sizes
         self.packer = packer
         self.positions = np.union1d(np.arange(start, end, step), np.array(reference))
@@ -100,7 +102,7 @@ class _Windows:
         Only windows of paths that look shortest, for some number of buckets, are packed. The search ends when the
         best path holds no bound, or with the best of what is packed so far (the reference is among it).
         """
-        for _ in range(max(1, MAX_STEPS // len(self.positions))):
+        for _ in range(max(1, MAX_STEPS // self.crowd // len(self.positions))):
             paths = self._shortest(self.lengths, fewest, most)
             if all(self.packed[self.which[edge]] for edge in paths[0]):
                 break

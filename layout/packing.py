@@ -108,7 +108,14 @@ class Packer:
         key = tuple(counts.tolist())
         if key not in self._known:
             bound = int(height_bound(counts[None], self.sizes, self.shards)[0])
-            height, fills = lowest(key, self.sizes.tolist(), self.shards, bound)
+            # A bucket of a model with many shapes holds few of them.
+            there = np.flatnonzero(counts)
+            height, found = lowest(counts[there].tolist(), self.sizes[there].tolist(), self.shards, bound)
+            fills: Fills = []
+            for fill, repeats in found:
+                full = np.zeros_like(counts)
+                full[there] = fill
+                fills.append((full.tolist(), repeats))
             self._known[key] = (-(-height // self.divisor) * self.divisor, fills)
         return self._known[key]
 

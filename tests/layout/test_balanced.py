@@ -137,9 +137,9 @@ def test_transposed_shapes_are_kept_apart_where_it_is_free() -> None:
     assert layout.padding == 0
 
 
-def random_model(count: int) -> list[ParamSpec]:
+def random_model(count: int, distinct: int) -> list[ParamSpec]:
     rng = random.Random(0)
-    shapes = [(rng.randrange(128, 8192, 64), rng.randrange(128, 8192, 64)) for _ in range(12)]
+    shapes = [(rng.randrange(128, 8192, 64), rng.randrange(128, 8192)) for _ in range(distinct)]
     return [ParamSpec(f"p{i}", rng.choice(shapes)) for i in range(count)]
 
 
@@ -165,9 +165,10 @@ def test_seventy_thousand_matrices_in_seconds(divisor: int | None) -> None:
     assert max(layout.shard_costs) < 1.03 * layout.lower_bound
 
 
+@pytest.mark.parametrize("distinct", [12, 5000], ids=["few-shapes", "all-different"])
 @pytest.mark.parametrize("divisor", [None, 16, 6])
-def test_a_thousand_matrices_in_a_second(divisor: int | None) -> None:
-    params = random_model(1000)
+def test_a_thousand_matrices_in_a_second(divisor: int | None, distinct: int) -> None:
+    params = random_model(1000, distinct)
     bucket_size = None if divisor is None else sum(p.numel for p in params) // divisor
     seconds, _ = cpu_seconds(params, dp_size=64, bucket_size=bucket_size)
     assert seconds < 1
