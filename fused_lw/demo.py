@@ -24,6 +24,7 @@ from torch.nn import functional as F  # noqa: N812 the name everybody uses
 from fused_lw.kernels.device import explain_backend
 from fused_lw.muon import Muon
 from fused_lw.plain import PlainMuon
+from fused_lw.routing import split_params
 
 CONTEXT = 128  # bytes
 BATCH = 16
@@ -120,11 +121,9 @@ class Run:
 
     def __init__(self, model: nn.Module, muon_class: Callable[..., torch.optim.Optimizer]) -> None:
         self.model = model
-        matrices = [(n, p) for n, p in model.named_parameters() if n.startswith("blocks.") and p.ndim == 2]
-        chosen = {name for name, _ in matrices}
-        others = [(n, p) for n, p in model.named_parameters() if n not in chosen]
-        self.muon = muon_class(matrices, **MUON_OPTIONS)
-        self.adamw = torch.optim.AdamW(others, **ADAMW_OPTIONS)  # type: ignore[arg-type]
+        split = split_params(model)
+        self.muon = muon_class(split.matrices, **MUON_OPTIONS)
+        self.adamw = torch.optim.AdamW(split.others, **ADAMW_OPTIONS)  # type: ignore[arg-type]
         self.losses: list[float] = []
         self.muon_seconds: list[float] = []
 

@@ -5,6 +5,7 @@ Letters: B matrices of one shape, r rows, s columns (r <= s after orientation).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,8 +19,8 @@ from fused_lw.kernels import coefficients as _coefficients
 from fused_lw.kernels import reference
 from fused_lw.kernels.coefficients import Coefficients, Triple
 from fused_lw.kernels.device import Backend, ResolvedBackend, resolve_backend
-from fused_lw.kernels.iteration import ONCHIP_MAX_ROWS, ONCHIP_MAX_STEPS, Algorithm, gram, onchip, standard
-from fused_lw.kernels.products import Arena, InputNorm, Stage, Symmetric, row_stride
+from fused_lw.kernels.iteration import ONCHIP_MAX_ROWS, ONCHIP_MAX_STEPS, Algorithm, gram, onchip, splits_of, standard
+from fused_lw.kernels.products import Arena, General, InputNorm, Stage, Symmetric, row_stride
 
 Precision = Literal["fp32", "bf16", "fp16", "mixed"]
 
@@ -102,45 +103,51 @@ class Problem:
 
 
 def _program(
-    X: Tensor, norm: InputNorm, rule: NSRule, algorithm: Algorithm, arena: Arena
+    X: Tensor, norm: InputNorm, rule: NSRule, arena: Arena, backend: ResolvedBackend
 ) -> tuple[list[Stage], Tensor]:
     """The stages that orthogonalize X, and the tensor that holds the result after them."""
+    algorithm = rule.resolve_algorithm(X.shape[1], X.shape[2], backend)
     _, x_dtype, square_dtype = _DTYPES[rule.precision]
     if algorithm == "onchip":
         return onchip(X, norm, rule.schedule, x_dtype)
     build = gram if algorithm == "gram" else standard
-    return build(X, norm, rule.schedule, x_dtype, square_dtype, arena)
+    splits = splits_of(X.shape[1], X.shape[2]) if backend == "triton" else 1
+    return build(X, norm, rule.schedule, x_dtype, square_dtype, arena, splits)
 
 
-def meta_program(shape: tuple[int, int, int], rule: NSRule, algorithm: Algorithm) -> tuple[list[Stage], Arena]:
+def meta_program(shape: tuple[int, int, int], rule: NSRule, backend: ResolvedBackend) -> tuple[list[Stage], Arena]:
     """The program for a shape, built on tensors without storage: to count its work or its scratch."""
     batch, r, s = shape
     dtype = rule.workspace_dtype
     X = torch.empty(batch, r, row_stride(s, dtype), dtype=dtype, device="meta")[..., :s]
     norm = InputNorm(torch.empty(batch, device="meta"), None, rule.eps, rule.eps_rule, rule.norm_factor)
     arena = Arena(None)
-    return _program(X, norm, rule, algorithm, arena)[0], arena
+    return _program(X, norm, rule, arena, backend)[0], arena
 
 
 @functools.lru_cache(maxsize=1024)
 def _cheaper_algorithm(r: int, s: int, rule: NSRule, backend: ResolvedBackend) -> Algorithm:
-    # The Triton kernels compute one triangle of a square, torch whole ones or, in blocks, little more than half.
+    gram, standard = (executed_flops(r, s, rule, algorithm, backend) for algorithm in ("gram", "standard"))
+    # On a CPU its many small products need to save something before they pay.
+    worth = 1.0 if backend == "triton" else TORCH_GRAM_WORTH
+    return "gram" if gram < worth * standard else "standard"
+
+
+def executed_flops(
+    r: int, s: int, rule: NSRule, algorithm: Literal["standard", "gram"], backend: ResolvedBackend
+) -> float:
+    """Flops of one r x s matrix by an algorithm: the Triton kernels compute one triangle of a symmetric product,
+    torch all of it or, in blocks, little more than half.
+    """
     if backend == "triton":
         triangle = 0.5
     else:
         triangle = 1.0 if r < reference.BLOCKED_MIN_ROWS else BLOCKED_TRIANGLE
-
-    def flops(algorithm: Algorithm) -> float:
-        stages, _ = meta_program((1, r, s), rule, algorithm)
-        return sum(
-            triangle * 2.0 * r * r * p.P.shape[-1] if isinstance(p, Symmetric) else 2.0 * r * r * s
-            for stage in stages
-            for p in stage
-        )
-
-    # On a CPU its many small products need to save something before they pay.
-    worth = 1.0 if backend == "triton" else TORCH_GRAM_WORTH
-    return "gram" if flops("gram") < worth * flops("standard") else "standard"
+    stages, _ = meta_program((1, r, s), dataclasses.replace(rule, algorithm=algorithm), backend)
+    products = list(itertools.chain.from_iterable(stages))
+    symmetric = sum(2.0 * r * r * p.P.shape[2] for p in products if isinstance(p, Symmetric))
+    general = sum(2.0 * r * r * s for p in products if isinstance(p, General))
+    return triangle * symmetric + general
 
 
 def scratch_nbytes(shapes: Sequence[tuple[int, int, int]], rule: NSRule, *, backend: ResolvedBackend) -> int:
@@ -157,7 +164,7 @@ def scratch_nbytes(shapes: Sequence[tuple[int, int, int]], rule: NSRule, *, back
 
 @functools.lru_cache(maxsize=4096)
 def _arena_nbytes(shape: tuple[int, int, int], rule: NSRule, backend: ResolvedBackend) -> int:
-    return meta_program(shape, rule, rule.resolve_algorithm(shape[1], shape[2], backend))[1].nbytes
+    return meta_program(shape, rule, backend)[1].nbytes
 
 
 @functools.lru_cache(maxsize=4096)
@@ -215,9 +222,8 @@ def prepare(
     arena = Arena(scratch)
     programs: list[list[Stage]] = []
     results: list[Tensor] = []
-    for problem, (_, r, s) in zip(problems, shapes, strict=True):
-        algorithm = rule.resolve_algorithm(r, s, backend)
-        stages, result = _program(problem.X, _input_norm(problem, rule), rule, algorithm, arena)
+    for problem in problems:
+        stages, result = _program(problem.X, _input_norm(problem, rule), rule, arena, "triton")
         programs.append(stages)
         results.append(result)
     launches = describe(programs)
@@ -240,13 +246,11 @@ def _prepare_torch(
     """One chunk of one problem after the other, all in the same scratch, each leaving its result in problem.X."""
     chunks: list[tuple[list[Stage], Tensor, Tensor]] = []  # program, where it leaves its result, where that goes
     for problem, shape in zip(problems, shapes, strict=True):
-        batch, r, s = shape
-        algorithm = rule.resolve_algorithm(r, s, "torch")
-        size = _torch_chunk(shape, rule)
+        batch, size = shape[0], _torch_chunk(shape, rule)
         for start in range(0, batch, size):
             chunk = slice(start, min(start + size, batch))
             X = problem.X[chunk]
-            stages, result = _program(X, _input_norm(problem, rule, chunk), rule, algorithm, Arena(scratch))
+            stages, result = _program(X, _input_norm(problem, rule, chunk), rule, Arena(scratch), "torch")
             chunks.append((stages, result, X.view(result.dtype)))
     results = [problem.X.view(_DTYPES[rule.precision][1]) for problem in problems]
 
