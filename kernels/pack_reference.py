@@ -203,6 +203,27 @@ def _mix(h: Tensor) -> Tensor:  # int64, 32 bits of it used
     return h ^ (h >> 16)
 
 
+def copy_in_nbytes(
+    numel: int, grad: torch.dtype, momentum: torch.dtype, workspace: torch.dtype, *, nesterov: bool = True
+) -> int:
+    """Bytes that copy-in has to move for `numel` elements: the gradient and the momentum are read once, the momentum
+    and the workspace written once. An fp16 workspace needs its scale first, and so a second pass over the momentum
+    and, for Nesterov's look-ahead, over the gradient.
+    """
+    per_element = grad.itemsize + 2 * momentum.itemsize + workspace.itemsize
+    if workspace == torch.float16:
+        per_element += momentum.itemsize + grad.itemsize * nesterov
+    return numel * per_element
+
+
+def copy_out_nbytes(numel: int, param: torch.dtype, factor: torch.dtype, *, master: bool = False) -> int:
+    """Bytes that copy-out has to move: the factor is read, the parameter read and written. With fp32 master weights
+    those are read and written, and the parameter only written.
+    """
+    weights = 2 * torch.float32.itemsize + param.itemsize if master else 2 * param.itemsize
+    return numel * (factor.itemsize + weights)
+
+
 def _zero_padding(workspace: Tensor) -> None:
     batch, r, s = workspace.shape
     padding = workspace.stride(1) - s

@@ -204,27 +204,47 @@ def test_stochastic_rounding_noise_is_uniform_and_differs_by_key_step_and_elemen
     assert rounded[0, 4].isfinite()
 
 
-@pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
 @pytest.mark.parametrize(
-    ("workspace", "per_element"), [(torch.bfloat16, 14), (torch.float16, 22)], ids=["bf16", "fp16"]
+    ("grad", "momentum", "workspace", "nesterov", "per_element"),
+    [
+        (torch.float32, torch.float32, torch.bfloat16, True, 14),
+        (torch.float32, torch.float32, torch.bfloat16, False, 14),
+        (torch.float32, torch.float32, torch.float16, True, 22),
+        (torch.float32, torch.float32, torch.float16, False, 18),
+        (torch.bfloat16, torch.float32, torch.bfloat16, True, 12),
+    ],
 )
-def test_bytes_that_the_kernels_move(monkeypatch, workspace, per_element, nesterov):
+def test_bytes_that_copy_in_moves(monkeypatch, grad, momentum, workspace, nesterov, per_element):
     """Counted at the interpreter's loads and stores; on top come rules and tile sums, some 50 bytes a tile and pass."""
     if DEVICE.type != "cpu":
         pytest.skip("only the interpreter's loads and stores can be counted")
-    shape = (128, 256)
-    numel = 2 * shape[0] * shape[1]
-    group = make_group(shape, workspace=workspace, nesterov=nesterov)
+    group = make_group((128, 256), grad=grad, momentum=momentum, workspace=workspace, nesterov=nesterov)
+    numel = 2 * 128 * 256
     with counted_bytes(monkeypatch) as moved:
         pack.copy_in(Pack([group]))
-    if workspace == torch.float16 and not nesterov:
-        per_element = 18  # the second pass needs no gradient
     assert per_element <= moved["elements"] / numel < per_element + 0.03
     assert moved["table"] / (numel / pack.BLOCK**2) < 512, "bytes of the table read per tile"
+    counted = pack_reference.copy_in_nbytes(numel, grad, momentum, workspace, nesterov=nesterov)
+    assert counted == per_element * numel
+
+
+@pytest.mark.parametrize(
+    ("param", "master", "per_element"),
+    [(torch.float32, False, 10), (torch.bfloat16, False, 6), (torch.bfloat16, True, 12)],
+    ids=["fp32", "bf16", "bf16-master"],
+)
+def test_bytes_that_copy_out_moves(monkeypatch, param, master, per_element):
+    if DEVICE.type != "cpu":
+        pytest.skip("only the interpreter's loads and stores can be counted")
+    group = make_group((128, 256), param=param)
+    for matrix in group.matrices:
+        matrix.master = strided(matrix.param.tensor.float()) if master else None
+    factors = torch.ones_like(group.workspace, dtype=torch.float16)
+    numel = factors.numel()
     with counted_bytes(monkeypatch) as moved:
-        hyper = torch.ones(1, 3, dtype=torch.float64)
-        pack.copy_out(Pack([group]), [group.workspace], hyper)
-    assert 10 <= moved["elements"] / numel < 10.02
+        pack.copy_out(Pack([group]), [factors], torch.ones(1, 3, dtype=torch.float64))
+    assert per_element <= moved["elements"] / numel < per_element + 0.03
+    assert pack_reference.copy_out_nbytes(numel, param, torch.float16, master=master) == per_element * numel
 
 
 @contextmanager
