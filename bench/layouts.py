@@ -1,7 +1,7 @@
 """Layouts at scale: the sweep over models that the planner's claims rest on, and a simulator of the step.
 
-    python -m bench.layouts sweep      # -> bench/results/layouts.csv, exact counts, no hardware involved
-    python -m bench.layouts simulate   # -> bench/results/layouts_simulated.csv
+    python -m fused_lw.bench.layouts sweep      # -> bench/results/layouts.csv, exact counts, no hardware involved
+    python -m fused_lw.bench.layouts simulate   # -> bench/results/layouts_simulated.csv
 
 Times of `simulate` are simulated from the table below. None was measured on a GPU.
 """

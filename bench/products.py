@@ -9,11 +9,12 @@ import csv
 import datetime
 import functools
 import sys
+from collections.abc import Callable
 
 import torch
 
 from fused_lw.kernels import newton_schulz
-from fused_lw.kernels.products import General, Symmetric
+from fused_lw.kernels.products import General, Product, Symmetric
 from fused_lw.kernels.triton_backend import describe, run_launches
 from fused_lw.kernels.tuning import interleaved_milliseconds
 
@@ -42,19 +43,19 @@ def main() -> None:
         X = torch.randn(batch, r, s, device=device, dtype=torch.float16)
         A = X @ X.mT / s
         square, wide = torch.empty_like(A), torch.empty_like(X)
-        products = {
-            "XX^T": (Symmetric(X, X, square), lambda X=X: X @ X.mT),
+        products: dict[str, tuple[Product, Callable[[], object]]] = {
+            "XX^T": (Symmetric(X, X, square), functools.partial(torch.matmul, X, X.mT)),
             "bA+cA^2": (
                 Symmetric(A, A, square, alpha=2.0, beta=-4.0),
-                lambda A=A: torch.baddbmm(A, A, A, beta=-4.0, alpha=2.0),
+                functools.partial(torch.baddbmm, A, A, A, beta=-4.0, alpha=2.0),
             ),
-            "aX+BX": (General(A, X, wide, beta=3.0), lambda A=A, X=X: torch.baddbmm(X, A, X, beta=3.0)),
+            "aX+BX": (General(A, X, wide, beta=3.0), functools.partial(torch.baddbmm, X, A, X, beta=3.0)),
         }
-        rows = {}
+        rows: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
         for name, (product, cublas) in products.items():
             launches = describe([[(product,)]])
             rows[name] = (functools.partial(run_launches, launches), cublas)
-        rows["newton_schulz"] = (lambda X=X: newton_schulz(X), lambda X=X: cublas_newton_schulz(X))
+        rows["newton_schulz"] = (functools.partial(newton_schulz, X), functools.partial(cublas_newton_schulz, X))
         times = interleaved_milliseconds([f for pair in rows.values() for f in pair], device, ROUNDS)
         for i, name in enumerate(rows):
             writer.writerow([*about, name, batch, r, s, f"{times[2 * i]:.4f}", f"{times[2 * i + 1]:.4f}"])

@@ -34,6 +34,7 @@ def test_wheel_installs_one_top_level_name_with_its_data(wheel):
         "fused_lw/kernels/pack.py",
         "fused_lw/kernels/coefficients.json",
         "fused_lw/layout/models.json",
+        "fused_lw/bench/layouts.py",
     ):
         assert needed in names
     assert not any("test" in name for name in names)
@@ -49,7 +50,8 @@ def test_installed_wheel_imports_in_a_fresh_environment_elsewhere(wheel, tmp_pat
     (Path(paths["purelib"]) / "dependencies.pth").write_text(f"{dependencies}\n")
     script = (
         "import fused_lw, fused_lw.kernels, fused_lw.layout, sys; "
-        "print(fused_lw.__file__, fused_lw.kernels.__file__, fused_lw.layout.__file__); "
+        "assert 'fused_lw.bench' not in sys.modules; import fused_lw.bench.layouts as bench; "
+        "print(fused_lw.__file__, fused_lw.kernels.__file__, fused_lw.layout.__file__, bench.__file__); "
         "fused_lw.Muon; "
         "assert 'kernels' not in sys.modules and 'layout' not in sys.modules"
     )
@@ -60,7 +62,7 @@ def test_installed_wheel_imports_in_a_fresh_environment_elsewhere(wheel, tmp_pat
     assert "doctor" in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("package", ["kernels", "layout"])
+@pytest.mark.parametrize("package", ["bench", "kernels", "layout"])
 def test_top_level_folders_refuse_to_be_imported_as_packages(package):
     done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0

@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from bench.layouts import HARDWARE, RESULTS, Scenario, simulated_rows, sweep_cases, sweep_row
+from fused_lw.bench.layouts import HARDWARE, RESULTS, Scenario, simulated_rows, sweep_cases, sweep_row
 
 
 @pytest.fixture(scope="module")
