@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fused_lw.aux_adamw import MuonWithAuxAdamW
     from fused_lw.convert import convert_state
+    from fused_lw.layerwise import LayerWiseMuon
     from fused_lw.muon import Muon
     from fused_lw.replace import replace_step, restore_step
     from fused_lw.routing import split_params
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fused_lw.update import MatrixRule
 
 __all__ = [
+    "LayerWiseMuon",
     "MatrixRule",
     "Muon",
     "MuonWithAuxAdamW",
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 
 # Imported when first asked for, so that planning (`fused_lw.layout`) does not wait for torch.
 _HOMES = {
+    "LayerWiseMuon": "fused_lw.layerwise",
     "MatrixRule": "fused_lw.update",
     "Muon": "fused_lw.muon",
     "MuonWithAuxAdamW": "fused_lw.aux_adamw",

@@ -1,0 +1,439 @@
+"""Layer-wise distributed Muon: every matrix is orthogonalized by one rank and its weights are sent to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple, NoReturn, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from fused_lw.agreement import agree
+from fused_lw.aux_adamw import MuonWithAuxAdamW
+from fused_lw.averaging import Averager
+from fused_lw.buffers import FlatBuffers
+from fused_lw.kernels.device import resolve_backend
+from fused_lw.layout import Layout, ParamSpec, plan
+from fused_lw.matrices import view_as_matrices
+from fused_lw.matrix_parts import Matrices, OwnedMatrices, ShardedMatrices, shard_group
+from fused_lw.muon import begin_step, end_step
+from fused_lw.naming import Homes, named_groups
+from fused_lw.replace import own_step
+from fused_lw.routing import param_spec
+from fused_lw.update import Updater, check_scratch
+
+MIN_BUCKET = 40_000_000  # elements, or a million a rank where that is more: Megatron-LM's
+
+
+class _Replica(NamedTuple):
+    """What the ranks of one process group hold alike."""
+
+    matrices: Matrices | None
+    averager: Averager
+
+
+class _Members(NamedTuple):
+    """The parameters of a replica, by name."""
+
+    group: dist.ProcessGroup
+    matrices: dict[str, Tensor]
+    others: dict[str, Tensor]
+    layout: Layout | None  # of the matrices; None without any, and for DTensors
+
+
+class LayerWiseMuon(MuonWithAuxAdamW):
+    """Muon whose matrices are divided over the ranks of a process group, whole, by a `Layout`.
+
+    Over plain modules it replaces DistributedDataParallel: matrices and their gradients live in flat buffers
+    (`.grad` is a view; set to None or to another tensor it is brought back), each bucket's gradients are
+    reduce-scattered to their owners as soon as the backward has written them, owners step their matrices in waves,
+    and each bucket of new weights is all-gathered while the next wave is computed. With `reduce="ddp"` the gradients
+    have been averaged by DistributedDataParallel. Parameters that are DTensors from `fully_shard` stay sharded,
+    momenta too: all-to-alls bring each matrix to its owner and the update back.
+
+    What is no matrix is stepped by `torch.optim.AdamW` on every rank, with gradients averaged in one all-reduce. The
+    result is that of `fused_lw.MuonWithAuxAdamW` in a single process on the mean gradient: a parameter without
+    gradient on every rank is left as it is, one with a gradient on some ranks counts as zero on the others.
+
+    Args:
+        params: a module, divided by `fused_lw.split_params`; or (name, parameter) pairs or groups of them, with
+            options of their own and "use_muon" (True where not given). Every rank passes the same.
+        layout: who owns what, made by `fused_lw.layout.plan` for these matrices; "auto" plans with buckets of 40
+            million elements, or a million a rank where that is more.
+        process_group: the ranks that hold the same parameters; None takes all.
+        model: gives names to parameters that come without, and its trainable parameters must all be in a group.
+        adamw: options of `torch.optim.AdamW` for groups with use_muon=False that do not set them.
+        reduce: "scatter", or "ddp" where DistributedDataParallel has averaged the gradients.
+        overlap: communicate during the backward and the step; False does one after the other, with larger batches.
+        expert_process_group: the ranks that hold the same experts: of parameters tagged `allreduce=False`, as
+            Megatron-Core tags them. Each step's loss is still the mean over `process_group`.
+        gtp_process_group: the ranks that hold the other rows of matrices tagged `is_gtp_weight_remat`. They have the
+            same layout, are all at the same place of their own `process_group`, and step together.
+        muon: lr, weight_decay, momentum and all other options of `fused_lw.Muon`, except `capturable`.
+
+    Raises:
+        ValueError, TypeError: on every rank together, at construction: for what `fused_lw.Muon` refuses, a trainable
+            parameter in no group or in two, a layout for other parameters or another world size, parameters or
+            options that differ between ranks; in `step` for a parameter that was replaced. Messages name what it is.
+
+    Weights that are changed behind the optimizer's back are changed on one rank only, and with master weights not at
+    all: load checkpoints into model and optimizer, or before the first step. `torch.amp.GradScaler` would unscale
+    gradients that are on their way: train in bf16 instead.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        layout: Layout | Literal["auto"] = "auto",
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        model: nn.Module | None = None,
+        adamw: Mapping[str, Any] | None = None,
+        reduce: Literal["scatter", "ddp"] = "scatter",
+        overlap: bool = True,
+        expert_process_group: dist.ProcessGroup | None = None,
+        gtp_process_group: dist.ProcessGroup | None = None,
+        **muon: Any,
+    ) -> None:
+        group = dist.group.WORLD if process_group is None else process_group
+        if group is None:
+            raise ValueError("LayerWiseMuon needs torch.distributed.init_process_group to be called first")
+        self._complete = False
+        self._replicas: list[_Replica] = []
+        self._has_gradient: list[list[bool]] | None = None  # per replica and matrix; known between reduction and step
+        self._factor: Tensor | None = None  # by which gradients are clipped
+        self._stepped = False
+        self._gtp_group = gtp_process_group
+
+        members: list[_Members] = []
+        facts: dict[str, object] = {"reduce": reduce, "overlap": overlap}
+        error: Exception | None = None
+        try:
+            if reduce not in ("scatter", "ddp"):
+                raise ValueError(f"reduce must be 'scatter' or 'ddp', not {reduce!r}")
+            groups, model = named_groups(params, model)
+            super().__init__(groups, muon=muon, adamw=adamw)
+            members = self._divide(layout, group, expert_process_group)
+            facts |= self._facts(members[0])
+        except (TypeError, ValueError) as refused:
+            error = refused
+        agree(group, facts, error)
+        if expert_process_group is not None:
+            agree(expert_process_group, self._facts(members[1]))
+        if gtp_process_group is not None:
+            agree(gtp_process_group, self._facts(members[0]))
+
+        self._homes = Homes(model)
+        for part in members:
+            self._replicas.append(self._replica(part, reduce == "scatter", dist.get_world_size(group), overlap))
+        self._start_state()
+        self._complete = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is made: a layout is for all parameters. Raises a ValueError afterwards."""
+        if self._complete:
+            raise ValueError("the layout of a LayerWiseMuon is fixed: make a new one with all parameters")
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients in the flat buffer are zeroed and stay, and count as None after `set_to_none`."""
+        super().zero_grad(set_to_none)
+        for matrices, _ in self._replicas:
+            if matrices is not None:
+                matrices.zero_grad(set_to_none)
+        self._has_gradient = self._factor = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients in backward passes inside, without reducing them; the last one of a step is outside.
+
+        With `reduce="ddp"` or `fully_shard` use what those offer.
+        """
+        buffers = [matrices.buffers for matrices, _ in self._replicas if isinstance(matrices, OwnedMatrices)]
+        before = [one.syncing for one in buffers]
+        for one in buffers:
+            one.syncing = False
+        try:
+            yield
+        finally:
+            for one, syncing in zip(buffers, before, strict=True):
+                one.syncing = syncing
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Let the coming step use gradients scaled down to this 2-norm, that of all parameters together.
+
+        To be called by every rank between the last backward and `step`. No `.grad` is changed. Returns the norm of the
+        mean gradient before clipping, [] fp32.
+        """
+        has_gradient = self._reduce()
+        shards = torch.zeros((), dtype=torch.float32, device=self._device)
+        whole = torch.zeros_like(shards)
+        for index, ((matrices, averager), some) in enumerate(zip(self._replicas, has_gradient, strict=True)):
+            if matrices is not None:
+                shards += matrices.ready(some)
+            of_shards, of_whole = averager.sq_norms()
+            shards += of_shards
+            if index:  # experts: every rank of their group has them, and other groups have others
+                shards += of_whole / dist.get_world_size(averager.group)
+            else:
+                whole += of_whole
+        dist.all_reduce(shards, group=self._replicas[0].averager.group)
+        norm = (shards + whole).sqrt()
+        self._factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grad_norm_'s
+        return norm
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Takes the state of this rank's shard or of all parameters, and keeps what this rank owns."""
+        super().load_state_dict(state_dict)
+        for matrices, _ in self._replicas:
+            for index, param in enumerate([] if matrices is None else matrices.params):
+                if matrices is not None and not matrices.owns(index):
+                    self.state.pop(param, None)
+        self._make_matrix_state()
+        self._stepped = True
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a LayerWiseMuon holds process groups and cannot be copied: save its state_dict instead")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient on any rank. Every rank calls it.
+
+        Args:
+            closure: recomputes the loss and the gradients; called once, before the update.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self._muon_groups()
+        rules = begin_step(groups)
+        has_gradient = self._reduce()
+        if not self._stepped:  # the weights may have been loaded since the optimizer was made
+            for entry in self.state.values():
+                entry.pop("master_param", None)
+            self._make_matrix_state()
+            self._stepped = True
+        for (matrices, _), some in zip(self._replicas, has_gradient, strict=True):
+            if matrices is not None:
+                matrices.step(rules, self.state, some, self._factor)
+        # While the matrices are on their way.
+        with ExitStack() as borrowed:
+            for _, averager in self._replicas:
+                borrowed.enter_context(averager.averaged(self._factor))
+            self._step_adamw()
+        for matrices, _ in self._replicas:
+            if matrices is not None:
+                matrices.settle()
+        end_step(groups)
+        self._has_gradient = self._factor = None
+        return loss
+
+    def _reduce(self) -> list[list[bool]]:
+        """Start all reductions of this step, once, and agree on who has a gradient: per replica and matrix."""
+        if self._has_gradient is not None:
+            return self._has_gradient
+        has_gradient, replaced = [], []
+        for matrices, averager in self._replicas:
+            names, moved = list(averager.names), [self._homes.moved_out(param) for param in averager.params]
+            seen: list[bool] = []
+            if matrices is not None:
+                names += matrices.names
+                out = [self._homes.moved_out(param) for param in matrices.params]
+                moved += [a or b for a, b in zip(out, matrices.replaced(), strict=True)]
+                seen = matrices.finish()
+            flags = averager.run([*seen, *moved])
+            has_gradient.append(flags[: len(seen)])
+            replaced += [name for name, flag in zip(names, flags[len(seen) :], strict=True) if flag]
+        if replaced:
+            raise ValueError(
+                f"{replaced[0]} was replaced, or its memory, after the optimizer was made: make the optimizer last"
+            )
+        self._has_gradient = has_gradient
+        return has_gradient
+
+    def _step_adamw(self) -> None:
+        member = self._members[False]
+        member.state = self.state
+        member.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+        own_step(AdamW)(member)
+        member.param_groups = []
+
+    def _muon_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["use_muon"]]
+
+    def _named(self) -> Iterator[tuple[str, Tensor, int]]:
+        for index, group in enumerate(self.param_groups):
+            yield from ((*pair, index) for pair in zip(group["param_names"], group["params"], strict=True))
+
+    # Construction
+
+    def _divide(
+        self, layout: Layout | Literal["auto"], group: dist.ProcessGroup, expert_group: dist.ProcessGroup | None
+    ) -> list[_Members]:
+        """The replicas and their layouts: first what `group` holds, then the experts. Raises what this rank refuses."""
+        parts = [_Members(group, {}, {}, None)]
+        if expert_group is not None:
+            parts.append(_Members(expert_group, {}, {}, None))
+        for name, param, index in self._named():
+            expert = not getattr(param, "allreduce", True)
+            if expert and expert_group is None:
+                raise ValueError(f"{name} is tagged allreduce=False, an expert's: pass expert_process_group")
+            kind = parts[int(expert)].matrices if self.param_groups[index]["use_muon"] else parts[int(expert)].others
+            kind[name] = param
+        devices = {param.device: name for name, param, _ in self._named()}
+        if len(devices) > 1:
+            raise ValueError(f"parameters are on different devices, one each: {devices}")
+        (self._device,) = devices
+        self._check_matrices()
+        if layout != "auto" and not isinstance(layout, Layout):
+            raise TypeError(f"layout must be a Layout or 'auto', not {layout!r}")
+        return [
+            part._replace(layout=self._layout(part, layout if index == 0 else "auto"))
+            for index, part in enumerate(parts)
+        ]
+
+    def _layout(self, part: _Members, layout: Layout | Literal["auto"]) -> Layout | None:
+        world = dist.get_world_size(part.group)
+        if not part.matrices:
+            return None
+        sharded = [name for name, param in part.matrices.items() if isinstance(param, DTensor)]
+        if sharded:
+            for name, param in part.matrices.items():
+                if not isinstance(param, DTensor):
+                    raise ValueError(f"{name} is no DTensor, but {sharded[0]} is: shard all matrices or none")
+                shard_group((name, param))
+            if layout != "auto":
+                raise ValueError(f"a layout is for whole parameters, and {sharded[0]} is a DTensor")
+            return None
+        dtypes = {param.dtype: name for name, param in part.matrices.items()}
+        if len(dtypes) > 1:
+            raise ValueError(f"the matrices of a flat buffer have one dtype, not {dtypes}")
+        specs = [
+            param_spec(name, param, bool(getattr(param, "shared_embedding", False)))
+            for name, param in part.matrices.items()
+        ]
+        for spec in specs:
+            ranks = 1 if self._gtp_group is None else dist.get_world_size(self._gtp_group)
+            if spec.gtp_size > 1 and spec.gtp_size != ranks:
+                raise ValueError(f"{spec.name} is sharded over {spec.gtp_size} ranks, gtp_process_group has {ranks}")
+        if layout == "auto":
+            return plan(specs, dp_size=world, bucket_size=max(MIN_BUCKET, 1_000_000 * world))
+        _check_layout(layout, specs, world)
+        return layout
+
+    def _check_matrices(self) -> None:
+        """Refuse on every rank what only an owner would find out in its step."""
+        for group, rule in zip(self._muon_groups(), begin_step(self._muon_groups()), strict=True):
+            if group["capturable"]:
+                raise ValueError("capturable=True is for one process: ranks must agree on gradients at every step")
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                spec = param_spec(name, param, False)
+                if rule.stochastic and not rule.master_weights and (isinstance(param, DTensor) or spec.gtp_size > 1):
+                    raise ValueError(f"{name} is sharded by rows: rounding='stochastic' is for whole matrices")
+                # GTP gathers rows: only the whole matrix can be split into blocks, and fills the scratch memory.
+                view = view_as_matrices(torch.empty(spec.full_shape, device="meta"), rule.higher_dims, rule.split_rows)
+                check_scratch(
+                    f"{name} of shape {tuple(param.shape)}",
+                    view,
+                    rule.ns_on(self._device),
+                    backend=resolve_backend(self._updater_options["backend"], self._device),
+                    bound=self._updater_options["max_scratch_bytes"],
+                )
+
+    @property
+    def _updater_options(self) -> dict[str, Any]:
+        defaults = self._members[True].defaults
+        return {"backend": defaults["backend"], "max_scratch_bytes": defaults["max_scratch_bytes"]}
+
+    def _facts(self, part: _Members) -> dict[str, object]:
+        """What the ranks of a group must have in common."""
+        facts: dict[str, object] = {"the number of ranks": dist.get_world_size(part.group)}
+        for index, group in enumerate(self.param_groups):
+            for key, value in group.items():
+                if key not in ("params", "param_names"):
+                    fact = value.tolist() if isinstance(value, Tensor) else value
+                    facts[f"{key!r} of group {index}"] = fact
+        for name, param, index in self._named():
+            if name in part.matrices or name in part.others:
+                facts[f"the group, shape and dtype of {name}"] = (index, tuple(param.shape), param.dtype)
+        if part.layout is not None:
+            facts["the policy of the layout"] = part.layout.policy
+            facts["the buckets of the layout"] = [tuple(bucket) for bucket in part.layout.buckets]
+            facts["the digest of the layout"] = part.layout.digest()
+        return facts
+
+    def _replica(self, part: _Members, scatter: bool, world: int, overlap: bool) -> _Replica:
+        rule_of = {name: i for i, group in enumerate(self._muon_groups()) for name in group["param_names"]}
+        rules = len(self._muon_groups())
+        updater = Updater(**self._updater_options)
+        dtensors = {name: param for name, param in part.matrices.items() if isinstance(param, DTensor)}
+        matrices: Matrices | None = None
+        group = part.group
+        if dtensors:
+            sharded = ShardedMatrices(dtensors, rule_of, rules, updater)
+            matrices, group, scatter = sharded, sharded.group, False
+        elif part.layout is not None:
+            buffers = FlatBuffers(
+                part.layout, part.matrices, part.group, reduce=scatter, divisor=world, overlap=overlap
+            )
+            if scatter:
+                buffers.broadcast()
+            matrices = OwnedMatrices(buffers, rule_of, rules, updater, self._gtp_group)
+        averager = Averager(part.others, group, reduce=scatter, divisor=world, device=self._device)
+        if scatter:
+            averager.broadcast()
+        return _Replica(matrices, averager)
+
+    @torch.no_grad()
+    def _start_state(self) -> None:
+        """All state that this rank will have, so that a checkpoint can be loaded into it before the first step."""
+        self._make_matrix_state()
+        others = [group for group in self.param_groups if not group["use_muon"]]
+        params = [param for group in others for param in group["params"]]
+        grads, rates = [param.grad for param in params], [group["lr"] for group in others]
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        for group in others:
+            group["lr"] = 0.0
+        self._step_adamw()
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+            self.state[param]["step"].zero_()
+        for group, rate in zip(others, rates, strict=True):
+            group["lr"] = rate
+        if not self.state:
+            # torch.distributed.checkpoint would make state by a step of its own, on this rank alone.
+            self.state[self.param_groups[0]["params"][0]] = {}
+
+    def _make_matrix_state(self) -> None:
+        rules = begin_step(self._muon_groups())
+        for matrices, _ in self._replicas:
+            if matrices is not None:
+                matrices.make_state(self.state, rules)
+
+
+def _check_layout(layout: Layout, specs: list[ParamSpec], world: int) -> None:
+    if layout.dp_size != world:
+        raise ValueError(f"the layout is for {layout.dp_size} ranks, the process group has {world}")
+    placed = {spec.name: spec for spec in layout.params}
+    for spec in specs:
+        if spec.name not in placed:
+            raise ValueError(f"the layout does not place {spec.name} of shape {spec.shape}")
+        if placed.pop(spec.name) != spec:
+            raise ValueError(f"the layout places another {spec.name} than this one of shape {spec.shape}")
+    for name, spec in placed.items():
+        raise ValueError(f"the layout places {name} of shape {spec.shape}, which is no matrix of these parameters")
+    layout.validate()
