@@ -9,13 +9,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fused_lw.kernels.configs import KINDS, Kind, ProductConfig, save_tuned, tuned_path
+from fused_lw.kernels.configs import Kind, ProductConfig, save_tuned, tuned_path
 from fused_lw.kernels.device import architecture, explain_backend, resolve_backend
-from fused_lw.kernels.tuning import SHAPES, Measurement, tune
+from fused_lw.kernels.tuning import SHAPES, TUNABLE, Measurement, tune
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kind", choices=KINDS, action="append", help="kernels to tune; all if left out")
+    parser.add_argument("--kind", choices=TUNABLE, action="append", help="kernels to tune; all if left out")
     parser.add_argument("--rounds", type=int, default=15, help="timings of each candidate (default: 15)")
     parser.add_argument("--dry-run", action="store_true", help="measure, but leave the table as it is")
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     arch = architecture(device)
     best: dict[tuple[Kind, int], ProductConfig] = {}
-    for kind in args.kind or KINDS:
+    for kind in args.kind or TUNABLE:
         measured = list(tune(arch, kind, torch.float16, device, args.rounds))
         console.print(report(kind, measured))
         fastest = min(measured, key=lambda m: m.total)

@@ -34,8 +34,13 @@ TARGETS = tuple(arch for arch in SHIPPED if arch != "interpreter")
 # What the four precisions multiply into what.
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES: dict[Kind, tuple[tuple[torch.dtype, torch.dtype], ...]] = {
-    "symmetric": ((_BF16, _FP16), (_FP16, _FP16), (_FP16, _BF16), (_BF16, _BF16), (_FP32, _FP32)),
+    "symmetric": (
+        *((_BF16, out) for out in (_FP16, _BF16, _FP32)),
+        *((_FP16, out) for out in (_FP16, _BF16, _FP32)),
+        (_FP32, _FP32),
+    ),
     "general": ((_BF16, _FP16), (_FP16, _FP16), (_BF16, _BF16), (_FP32, _FP32)),
+    "reduce": ((_FP32, _FP16), (_FP32, _BF16)),
     "onchip": ((_BF16, _FP16), (_FP16, _FP16), (_BF16, _BF16)),
 }
 

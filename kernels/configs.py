@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["symmetric", "general", "onchip"]
-KINDS: tuple[Kind, ...] = ("symmetric", "general", "onchip")
+Kind = Literal["symmetric", "general", "reduce", "onchip"]
+KINDS: tuple[Kind, ...] = ("symmetric", "general", "reduce", "onchip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class ProductConfig:
     """How one launch is cut into tiles and run.
 
     Attributes:
-        tile_m, tile_n: rows and columns of an output tile; equal for symmetric products. On chip: the rows that are
-            held, and the columns of X that are taken at once.
+        tile_m, tile_n: rows and columns of an output tile; equal for symmetric products and sums. On chip: the rows
+            that are held, and the columns of X that are taken at once.
         block_k: how much of the sum one step of the main loop takes; on chip, the same as tile_n.
         group: tile rows walked together, so that neighbouring programs share operands in L2.
         num_warps, num_stages: Triton's.
@@ -46,12 +46,16 @@ class ProductConfig:
     precision: Literal["ieee", "tf32x3"] = "ieee"
 
 
+# Elementwise sums: 32 elements a thread.
+_REDUCE = ProductConfig(64, 64, 16, num_warps=4, num_stages=2, programs_per_sm=4)
+
 # Small, so that matrices the interpreter can manage still have several tiles.
 INTERPRETER: dict[tuple[Kind, int], ProductConfig] = {
     ("symmetric", 2): ProductConfig(32, 32, 32, group=2, num_warps=4, programs_per_sm=3),
     ("general", 2): ProductConfig(32, 64, 32, group=2, num_warps=4, programs_per_sm=3),
     ("symmetric", 4): ProductConfig(32, 32, 32, group=2, num_warps=4, programs_per_sm=3),
     ("general", 4): ProductConfig(32, 64, 32, group=2, num_warps=4, programs_per_sm=3),
+    ("reduce", 4): ProductConfig(32, 32, 16, num_warps=4, programs_per_sm=3),
     ("onchip", 2): ProductConfig(64, 64, 64, num_warps=4, programs_per_sm=3),
 }
 
@@ -65,6 +69,7 @@ def _pointers(
         ("general", 2): ProductConfig(128, 128, block_k, num_stages=num_stages),
         ("symmetric", 4): ProductConfig(64, 64, 32, num_warps=4, num_stages=num_stages, precision=precision),
         ("general", 4): ProductConfig(64, 64, 32, num_warps=4, num_stages=num_stages, precision=precision),
+        ("reduce", 4): _REDUCE,
         ("onchip", 2): ProductConfig(64, 64, 64, num_warps=onchip_warps, num_stages=2),
     }
 
@@ -77,6 +82,7 @@ def _descriptors(num_stages: int, onchip_warps: int) -> dict[tuple[Kind, int], P
         ("general", 2): ProductConfig(128, 256, 64, num_stages=num_stages, tma=True),
         ("symmetric", 4): fp32,
         ("general", 4): fp32,
+        ("reduce", 4): _REDUCE,
         ("onchip", 2): ProductConfig(64, 64, 64, num_warps=onchip_warps, tma=True, programs_per_sm=2),
     }
 
@@ -121,7 +127,7 @@ def is_valid(config: ProductConfig, arch: str, kind: Kind, itemsize: int) -> boo
     sizes = (config.tile_m, config.tile_n, config.block_k, config.num_warps)
     if any(size < 1 or size & (size - 1) for size in sizes) or min(sizes[:3]) < 16:
         return False
-    if kind == "symmetric" and config.tile_m != config.tile_n:
+    if kind in ("symmetric", "reduce") and config.tile_m != config.tile_n:
         return False
     if kind == "onchip" and (config.tile_m != 64 or itemsize != 2):
         return False

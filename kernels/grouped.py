@@ -185,7 +185,8 @@ def _rows_by_rows(
             q += BLOCK_K
         if whole < depth:
             # Loads stay 16 bytes wide by taking in a row's padding, whose contents are then dropped.
-            stored = (ks < stride - whole)[None, :]
+            WIDE: tl.constexpr = 128 // P.dtype.element_ty.primitive_bitwidth
+            stored = (ks < tl.cdiv(depth, WIDE) * WIDE - whole)[None, :]
             wanted = (ks < depth - whole)[None, :]
             a = tl.where(wanted, tl.load(p + p_offsets, mask=stored, other=0.0), 0.0)
             b = tl.where(wanted, tl.load(q + q_offsets, mask=stored, other=0.0), 0.0)
@@ -244,6 +245,35 @@ def _rows_by_columns(
     return acc
 
 
+@triton.jit
+def _store_mirrored(
+    field,
+    acc,  # [TILE, TILE] fp32
+    b,
+    r,
+    stride,
+    i,
+    j,
+    DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Store lower tile (i, j) of matrix b and, off the diagonal, its mirror image."""
+    top = i * TILE
+    left = j * TILE
+    result = _cast(acc, DTYPE, INTERPRET)
+    mirror = result.T
+    if i == j:
+        m = tl.arange(0, TILE)
+        result = tl.where(m[:, None] >= m[None, :], result, mirror)
+    else:
+        # The mirror of a diagonal tile is the tile itself: storing it twice would be a race.
+        offsets, mask = _tile_of(r - left, stride - top, stride, TILE, TILE)
+        tl.store(_matrix(field, DTYPE, (b * r + left) * stride + top) + offsets, mirror, mask=mask)
+    offsets, mask = _tile_of(r - top, stride - left, stride, TILE, TILE)
+    tl.store(_matrix(field, DTYPE, (b * r + top) * stride + left) + offsets, result, mask=mask)
+
+
 @triton.jit(do_not_specialize=["total_tiles"])
 def symmetric_kernel(
     table,  # [problems + 1, FIELDS] int64
@@ -293,17 +323,12 @@ def symmetric_kernel(
         m = tl.arange(0, TILE)[:, None] + top
         n = tl.arange(0, TILE)[None, :] + left
         acc = tl.where(m == n, acc + _float(row + GAMMA), acc)
-        result = _cast(acc, OUT_DTYPE, INTERPRET)
-        mirror = result.T
-        if i == j:
-            result = tl.where(m >= n, result, mirror)
+        if IN.primitive_bitwidth < OUT_DTYPE.primitive_bitwidth:
+            # A partial product: the sum of all is mirrored.
+            offsets, mask = _tile_of(r - top, out_stride - left, out_stride, TILE, TILE)
+            tl.store(_matrix(row + OUT, OUT_DTYPE, corner * out_stride + left) + offsets, acc, mask=mask)
         else:
-            # The mirror of a diagonal tile is the tile itself: storing it twice would be a race.
-            offsets, mask = _tile_of(r - left, out_stride - top, out_stride, TILE, TILE)
-            out = _matrix(row + OUT, OUT_DTYPE, (b * r + left) * out_stride + top)
-            tl.store(out + offsets, mirror, mask=mask)
-        offsets, mask = _tile_of(r - top, out_stride - left, out_stride, TILE, TILE)
-        tl.store(_matrix(row + OUT, OUT_DTYPE, corner * out_stride + left) + offsets, result, mask=mask)
+            _store_mirrored(row + OUT, acc, b, r, out_stride, i, j, OUT_DTYPE, TILE, INTERPRET)
 
 
 @triton.jit(do_not_specialize=["total_tiles"])
@@ -354,3 +379,38 @@ def general_kernel(
         result = _cast(acc * _sigma(row, b), OUT_DTYPE, INTERPRET)
         offsets, mask = _tile_of(r - top, out_stride - left, out_stride, TILE_M, TILE_N)
         tl.store(_matrix(row + OUT, OUT_DTYPE, corner * out_stride + left) + offsets, result, mask=mask)
+
+
+@triton.jit(do_not_specialize=["total_tiles"])
+def reduce_kernel(
+    table,  # [problems + 1, FIELDS] int64; DEPTH partial products, from LEFT on, as far apart as LEFT and RIGHT
+    total_tiles,
+    IN: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Every problem's out = sigma^2 alpha (sum of its partial products), added in order; lower triangles are read."""
+    row = table
+    for t in range(tl.program_id(0), total_tiles, tl.num_programs(0)):
+        while tl.load(row + FIELDS + FIRST_TILE) <= t:
+            row += FIELDS
+        r = tl.load(row + ROWS).to(tl.int32)
+        stride = _stride(row + LEFT_STRIDE, IN)
+        out_stride = _stride(row + OUT_STRIDE, OUT_DTYPE)
+        matrix_tiles = tl.load(row + MATRIX_TILES).to(tl.int32)
+        t_of_problem = t - tl.load(row + FIRST_TILE).to(tl.int32)
+        b = (t_of_problem // matrix_tiles).to(tl.int64)
+        i, j = _triangle(t_of_problem % matrix_tiles)
+        top = i * TILE
+        left = j * TILE
+        # From one partial product to the next, in elements; the pointers are apart by bytes.
+        step = (tl.load(row + RIGHT) - tl.load(row + LEFT)) // (IN.primitive_bitwidth // 8)
+        offsets, mask = _tile_of(r - top, stride - left, stride, TILE, TILE)
+        acc = tl.zeros((TILE, TILE), dtype=tl.float32)
+        for n in range(tl.load(row + DEPTH).to(tl.int32)):
+            partial = _matrix(row + LEFT, IN, n * step + (b * r + top) * stride + left)
+            acc += tl.load(partial + offsets, mask=mask, other=0.0)
+        sigma = _sigma(row, b)
+        acc *= _float(row + ALPHA) * sigma * sigma
+        _store_mirrored(row + OUT, acc, b, r, out_stride, i, j, OUT_DTYPE, TILE, INTERPRET)

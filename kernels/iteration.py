@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fused_lw.kernels.coefficients import Triple
-from fused_lw.kernels.products import Arena, General, InputNorm, OnChip, Stage, Symmetric
+from fused_lw.kernels.products import Arena, General, InputNorm, OnChip, Reduce, Stage, Symmetric
 
 Algorithm = Literal["standard", "gram", "onchip"]
 
@@ -50,6 +50,43 @@ def square_scale(r: int, dtype: torch.dtype) -> float:
     return 2.0 ** min(round(math.log2(r)), 14) if dtype == torch.float16 else 1.0
 
 
+def splits_of(r: int, s: int) -> int:
+    """Into how many partial sums a GPU should cut X X^T along s, so that few tiles keep all its processors busy.
+
+    By the shape alone: with the batch in it, a matrix's bits would depend on its neighbours. 128 x 128 tiles; a part
+    is at least 2,048 long, or the partial sums cost more than they gain.
+    """
+    tiles = -(-r // 128) * (-(-r // 128) + 1) // 2
+    return max(1, min(s // 2048, 132 // tiles, 8)) if s >= 16 * r else 1
+
+
+def _gram_matrix(
+    X: Tensor,  # [B, r, s]
+    out: Tensor,  # [B, r, r]
+    alpha: float,
+    norm: InputNorm | None,
+    partials: Tensor | None,  # [splits, B, r, r] fp32
+    exact: bool = False,
+) -> list[Stage]:
+    """Stages of out = sigma^2 alpha X X^T, in one product or as the sum of several over parts of s."""
+    if partials is None:
+        return [(Symmetric(X, X, out, alpha=alpha, norm=norm, exact=exact),)]
+    # Parts start at multiples of 64, so that they are aligned and their main loops have no remainder.
+    length = -(-X.shape[2] // (64 * len(partials))) * 64
+    parts = [X[..., i * length : (i + 1) * length] for i in range(len(partials))]
+    return [
+        tuple(Symmetric(part, part, partial, exact=exact) for part, partial in zip(parts, partials, strict=True)),
+        (Reduce(partials, out, alpha, norm),),
+    ]
+
+
+def _partials(batch: int, r: int, splits: int, arena: Arena) -> Tensor | None:
+    if splits == 1:
+        return None
+    flat = arena.take(splits * batch, r, r, torch.float32)
+    return torch.unflatten(flat, 0, (splits, batch))
+
+
 def standard(
     X: Tensor,  # [B, r, s], unnormalized; destroyed
     norm: InputNorm,
@@ -57,12 +94,14 @@ def standard(
     x_dtype: torch.dtype,
     square_dtype: torch.dtype,
     arena: Arena,
+    splits: int = 1,  # parts that X X^T is summed in
 ) -> tuple[list[Stage], Tensor]:
     """Program of the standard iteration and the tensor that it leaves the result in (X's storage or scratch)."""
     batch, r, s = X.shape
     A = arena.take(batch, r, r, square_dtype)
     B = arena.take(batch, r, r, square_dtype)
     Y = arena.take(batch, r, s, x_dtype)
+    partials = _partials(batch, r, splits, arena)
     stages: list[Stage] = []
     for n, (a, b, c) in enumerate(schedule):
         first = norm if n == 0 else None
@@ -70,10 +109,10 @@ def standard(
         if c == 0.0:
             # No square is needed, so X X^T itself is what multiplies X, and takes its dtype.
             L, alpha = A.view(X.dtype), b
-            stages.append((Symmetric(X, X, L, norm=first),))
+            stages += _gram_matrix(X, L, 1.0, first, partials)
         else:
             L, alpha = B.view(X.dtype), 1.0
-            stages.append((Symmetric(X, X, A, alpha=g, norm=first),))
+            stages += _gram_matrix(X, A, g, first, partials)
             stages.append((Symmetric(A, A, L, alpha=c / g**2, beta=b / g),))
         stages.append((General(L, X, Y, alpha=alpha, beta=a, norm=first),))
         X, Y = Y, X.view(x_dtype)
@@ -87,16 +126,18 @@ def gram(
     x_dtype: torch.dtype,
     square_dtype: torch.dtype,
     arena: Arena,
+    splits: int = 1,  # parts that X X^T is summed in
 ) -> tuple[list[Stage], Tensor]:
     """Program of the Gram iteration and the tensor that it leaves the result in (X's storage or scratch)."""
     batch, r, s = X.shape
     R, T, *free = (arena.take(batch, r, r, square_dtype) for _ in range(5))
     Y = arena.take(batch, r, s, x_dtype)
+    partials = _partials(batch, r, splits, arena)
     stages: list[Stage] = []
     first: InputNorm | None = norm
     for segment in segments(schedule, square_dtype):
         g = square_scale(r, square_dtype) if first is not None else 1.0
-        stages.append((Symmetric(X, X, R, alpha=g, norm=first, exact=True),))
+        stages += _gram_matrix(X, R, g, first, partials, exact=True)
         Q: Tensor | None = None
         shift = 0.0  # the factor of the segment so far is Q + shift * I
         for n, (a, b, c) in enumerate(segment):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fused_lw.kernels.configs import Kind
-from fused_lw.kernels.products import General, OnChip, Product, Stage
+from fused_lw.kernels.products import General, OnChip, Product, Reduce, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class LaunchKey:
 def key_of(product: Product) -> LaunchKey:
     if isinstance(product, General):
         return LaunchKey("general", product.X.dtype, product.out.dtype)
+    if isinstance(product, Reduce):
+        return LaunchKey("reduce", product.partials.dtype, product.out.dtype)
     if isinstance(product, OnChip):
         return LaunchKey("onchip", product.X.dtype, product.out.dtype)
     return LaunchKey("symmetric", product.P.dtype, product.out.dtype)

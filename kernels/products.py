@@ -39,7 +39,8 @@ class Symmetric:
 
     Either P is Q, or P and Q are symmetric and commute; with beta or delta they are square. The Triton kernels compute
     the lower triangle and mirror it. torch computes small squares whole, so theirs is symmetric only up to rounding
-    unless `exact` asks for more.
+    unless `exact` asks for more. An fp32 result of 16-bit operands is a part of a sum (`Reduce`): Triton leaves its
+    upper tiles as they were.
     """
 
     P: Tensor  # [B, r, k]
@@ -66,6 +67,16 @@ class General:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Reduce:
+    """out = sigma^2 * alpha * the sum of partial products, in their order: the end of a product split in its depth."""
+
+    partials: Tensor  # [splits, B, r, r] fp32, splits >= 2; lower triangles are read
+    out: Tensor  # [B, r, r]
+    alpha: float
+    norm: InputNorm | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class OnChip:
     """The whole iteration, X replaced by its result: what one launch does for matrices of few rows."""
 
@@ -75,7 +86,7 @@ class OnChip:
     norm: InputNorm
 
 
-Product = Symmetric | General | OnChip
+Product = Symmetric | General | Reduce | OnChip
 Stage = tuple[Product, ...]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_lw.kernels.coefficients import Triple
-from fused_lw.kernels.products import General, InputNorm, OnChip, Product
+from fused_lw.kernels.products import General, InputNorm, OnChip, Product, Reduce
 
 # From this many rows on, one matrix keeps the cores of a CPU busy: half of a symmetric product can be left out, and
 # a loop over matrices is no slower than MKL's batched gemm (measured on 2 cores).
@@ -19,6 +19,8 @@ def run(product: Product) -> None:
     p = product
     if isinstance(p, General):
         general_product(p.L, p.X, out=p.out, alpha=p.alpha, beta=p.beta, norm=p.norm)
+    elif isinstance(p, Reduce):
+        sum_partials(p.partials, out=p.out, alpha=p.alpha, norm=p.norm)
     elif isinstance(p, OnChip):
         onchip_iteration(p.X, p.schedule, out=p.out, norm=p.norm)
     else:
@@ -91,6 +93,19 @@ def general_product(
         product.mul_(norm.sigma()[:, None, None])
     if product is not out:
         out.copy_(product)
+
+
+def sum_partials(
+    partials: Tensor,  # [splits, B, r, r] fp32, lower triangles are read
+    *,
+    out: Tensor,  # [B, r, r]
+    alpha: float,
+    norm: InputNorm | None,
+) -> None:
+    """out = sigma^2 alpha (partials[0] + partials[1] + ...). See `products.Reduce`."""
+    total = alpha * partials.sum(0)
+    total = total.tril() + total.tril(-1).mT
+    out.copy_(total if norm is None else total * norm.sigma().square()[:, None, None])
 
 
 def onchip_iteration(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_lw.kernels.coefficients import Triple
 from fused_lw.kernels.configs import ProductConfig
-from fused_lw.kernels.products import General, InputNorm, OnChip, Product
+from fused_lw.kernels.products import General, InputNorm, OnChip, Product, Reduce
 
 # Columns of the table. The kernels read them by these numbers.
 FIRST_TILE = 0
@@ -63,21 +63,30 @@ def build(products: Sequence[Product], config: ProductConfig) -> tuple[list[int]
 
 def _operands(p: Product) -> list[int]:
     _, rows, columns = p.out.shape
+    depth = 0
+    beta = delta = gamma = 0.0
     if isinstance(p, OnChip):
-        p = General(p.X, p.X, p.out)
-    left, right, delta, gamma = (p.L, p.X, 0.0, 0.0) if isinstance(p, General) else (p.P, p.Q, p.delta, p.gamma)
+        left, right, alpha = p.X, p.X, 1.0
+    elif isinstance(p, Reduce):
+        # As far apart as the first two are all partial products.
+        left, right, alpha, depth = p.partials[0], p.partials[1], p.alpha, p.partials.shape[0]
+    elif isinstance(p, General):
+        left, right, alpha, beta, depth = p.L, p.X, p.alpha, p.beta, p.L.shape[2]
+    else:
+        left, right, alpha, beta, depth = p.P, p.Q, p.alpha, p.beta, p.P.shape[2]
+        delta, gamma = p.delta, p.gamma
     return [
         left.data_ptr(),
         right.data_ptr(),
         p.out.data_ptr(),
         rows,
         columns,
-        left.shape[2],
+        depth,
         _stride(left),
         _stride(right),
         _stride(p.out),
-        _bits(p.alpha),
-        _bits(p.beta),
+        _bits(alpha),
+        _bits(beta),
         _bits(delta),
         _bits(gamma),
     ]

@@ -22,6 +22,7 @@ _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat
 KERNELS: dict[Kind, Any] = {
     "symmetric": grouped.symmetric_kernel,
     "general": grouped.general_kernel,
+    "reduce": grouped.reduce_kernel,
     "onchip": onchip.onchip_kernel,
 }
 
@@ -89,20 +90,22 @@ def run_product(product: Product) -> None:
 
 def constants(key: LaunchKey, config: ProductConfig, interpret: bool) -> dict[str, Any]:
     """The compile-time arguments of a launch and Triton's options."""
+    c = config
     meta: dict[str, Any] = {
         "IN": _TL_DTYPES[key.operands],
         "OUT_DTYPE": _TL_DTYPES[key.out],
-        "TMA": config.tma,
         "INTERPRET": interpret,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "num_warps": c.num_warps,
+        "num_stages": c.num_stages,
     }
-    if key.kind == "onchip":
-        return {**meta, "R": config.tile_m, "BLOCK_S": config.tile_n}
-    meta |= {"BLOCK_K": config.block_k, "GROUP": config.group, "PRECISION": config.precision}
-    if key.kind == "general":
-        return {**meta, "TILE_M": config.tile_m, "TILE_N": config.tile_n}
-    return {**meta, "TILE": config.tile_m}
+    main_loop = {"BLOCK_K": c.block_k, "GROUP": c.group, "TMA": c.tma, "PRECISION": c.precision}
+    of_kind: dict[Kind, dict[str, Any]] = {
+        "symmetric": {"TILE": c.tile_m, **main_loop},
+        "general": {"TILE_M": c.tile_m, "TILE_N": c.tile_n, **main_loop},
+        "reduce": {"TILE": c.tile_m},
+        "onchip": {"R": c.tile_m, "BLOCK_S": c.tile_n, "TMA": c.tma},
+    }
+    return meta | of_kind[key.kind]
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -16,6 +16,9 @@ from fused_lw.kernels.coefficients import schedule
 from fused_lw.kernels.configs import SHIPPED, Kind, ProductConfig, family, is_valid
 from fused_lw.kernels.products import General, InputNorm, OnChip, Product, Symmetric
 
+# The kinds that are worth tuning: partial sums are a matter of memory speed alone.
+TUNABLE: tuple[Kind, ...] = ("symmetric", "general", "onchip")
+
 # Batches that are timed, (B, r, s): experts, attention, a large dense matrix; and heads or routers on chip.
 SHAPES: dict[Kind, tuple[tuple[int, int, int], ...]] = {
     "symmetric": ((16, 1856, 2688), (4, 2688, 4096), (1, 4096, 14336)),

@@ -11,7 +11,7 @@ from fused_lw.kernels import table
 from fused_lw.kernels.configs import Kind, ProductConfig, choose
 from fused_lw.kernels.merge import key_of, merge
 from fused_lw.kernels.newton_schulz import NSRule, meta_program
-from fused_lw.kernels.products import General, OnChip, Product
+from fused_lw.kernels.products import General, OnChip, Product, Reduce
 
 # On-chip steps multiply fp32 tiles as three fp16 products, and Q as two.
 _SPLIT_SQUARE = 3
@@ -45,7 +45,7 @@ def work(
 
     `config(arch, kind, operands)` names the configuration of each launch; by default the one that ships.
     """
-    programs = [meta_program(shape, rule, rule.resolve_algorithm(*shape[1:], "triton"))[0] for shape in shapes]
+    programs = [meta_program(shape, rule, "triton")[0] for shape in shapes]
     products = [product for program in programs for stage in program for product in stage]
     configs = [config(arch, key.kind, key.operands) for key in map(key_of, products)]
     return Work(
@@ -64,6 +64,8 @@ def _useful_flops(p: Product) -> int:
         # R^2, QW, RW and (RW)W per step, less those that the first step (Q = I) and the last (no new R) do without.
         squares = 4 * len(p.schedule) - 3
         return batch * r * r * (3 * columns + squares * r)
+    if isinstance(p, Reduce):
+        return 0
     return batch * r * r * p.P.shape[2]
 
 
@@ -74,6 +76,8 @@ def _executed_flops(p: Product, config: ProductConfig) -> int:
         rows = config.tile_m
         passes = (1 + _SPLIT_FACTOR) * _up(columns, config.tile_n)
         return tiles * 2 * rows * rows * (passes + _SPLIT_SQUARE * 4 * len(p.schedule) * rows)
+    if isinstance(p, Reduce):
+        return 0
     depth = p.L.shape[2] if isinstance(p, General) else p.P.shape[2]
     return tiles * 2 * config.tile_m * config.tile_n * _up(depth, config.block_k)
 
@@ -83,6 +87,8 @@ def _nbytes(p: Product) -> int:
         operands = [p.L, p.X]
     elif isinstance(p, OnChip):
         operands = [p.X, p.X]
+    elif isinstance(p, Reduce):
+        operands = [p.partials]
     else:
         operands = [p.P] if p.P is p.Q else [p.P, p.Q]
     return sum(t.numel() * t.element_size() for t in (*operands, p.out))

@@ -128,8 +128,8 @@ def solve(problems: list[Problem], rule: NSRule, backend: str) -> list[torch.Ten
 @pytest.mark.parametrize("precision", ["fp32", "mixed"])
 def test_unlike_shapes_together_give_the_bits_of_each_alone(backend, precision):
     rule = NSRule(JORDAN, precision=precision)
-    small = [(2, 33, 33), (1, 5, 40), (3, 20, 70), (1, 1, 1)]
-    problems = [problem(shape, rule) for shape in small + ([(2, 65, 70)] if precision == "mixed" else [])]
+    small = [(2, 33, 33), (2, 5, 20), (1, 1, 1)]
+    problems = [problem(shape, rule) for shape in small + ([(1, 65, 66)] if precision == "mixed" else [])]
     together = solve(problems, rule, backend)
     for result, again in zip(together, solve(problems, rule, backend), strict=True):
         assert torch.equal(result, again)

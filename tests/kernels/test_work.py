@@ -62,9 +62,9 @@ def test_a_rank_of_nemotron_3_nano_runs_in_twenty_launches():
 
 def test_launches_keep_the_order_of_every_program():
     programs = [
-        meta_program((1, 100, 300), rule("gram"), "gram")[0],
-        meta_program((2, 100, 100), rule("standard"), "standard")[0],
-        meta_program((2, 120, 120), rule("standard"), "standard")[0],
+        meta_program((1, 100, 300), rule("gram"), "triton")[0],
+        meta_program((2, 100, 100), rule("standard"), "triton")[0],
+        meta_program((2, 120, 120), rule("standard"), "triton")[0],
     ]
     launched = [product for _, products in merge(programs) for product in products]
     for program in programs:
