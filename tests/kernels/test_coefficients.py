@@ -30,9 +30,11 @@ def test_polar_express_scalings_divide_by_the_safety_factor():
 
 @pytest.mark.parametrize("name", coefficient_names())
 def test_every_named_schedule_orthogonalizes(name):
+    # aol has four steps, and a fifth starts over: from near 1 its first triple leads away again.
+    steps = 4 if name == "aol" else 5
     for sigma in (0.7, 0.3, 0.1):
         x = sigma / norm_factor(name)
-        for a, b, c in schedule(name, 5):
+        for a, b, c in schedule(name, steps):
             x = a * x + b * x**3 + c * x**5
         assert 0.4 < x < 1.4
 
