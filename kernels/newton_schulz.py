@@ -37,7 +37,8 @@ _DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
 
 # What a blocked symmetric product takes of a whole one on a CPU (measured at r = 768 to 1,536).
 BLOCKED_TRIANGLE = 0.8
-# Gram on the torch backend has to save a quarter of the work.
+# On a CPU the many products of small squares cost more than their flops, and Gram has to save a quarter of the work.
+TORCH_GRAM_MIN_ROWS = 256
 TORCH_GRAM_WORTH = 0.75
 # The torch backend works through a batch in chunks of about this size, which stay in a CPU's cache.
 TORCH_CHUNK_BYTES = 16 * 2**20
@@ -127,8 +128,9 @@ def meta_program(shape: tuple[int, int, int], rule: NSRule, backend: ResolvedBac
 
 @functools.lru_cache(maxsize=1024)
 def _cheaper_algorithm(r: int, s: int, rule: NSRule, backend: ResolvedBackend) -> Algorithm:
+    if backend == "torch" and r < TORCH_GRAM_MIN_ROWS:
+        return "standard"
     gram, standard = (executed_flops(r, s, rule, algorithm, backend) for algorithm in ("gram", "standard"))
-    # On a CPU its many small products need to save something before they pay.
     worth = 1.0 if backend == "triton" else TORCH_GRAM_WORTH
     return "gram" if gram < worth * standard else "standard"
 
