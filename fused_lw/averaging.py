@@ -51,7 +51,7 @@ class Averager:
         sizes = [param.numel() for param in averaged]
         present = [param.grad is not None for param in averaged]
         flat = torch.zeros(sum(sizes) + len(sizes) + len(flags), dtype=dtype, device=self._device)
-        *means, tail = flat.split([*sizes, len(sizes) + len(flags)])
+        *means, tail = torch.split(flat, [*sizes, len(sizes) + len(flags)])
         for param, mean in zip(averaged, means, strict=True):
             if param.grad is not None:
                 mean.view(param.shape).copy_(param.grad)
@@ -95,4 +95,5 @@ class Averager:
 
 def sq_norm(grad: Tensor) -> Tensor:
     """The sum of squares, [] fp32."""
-    return torch.linalg.vector_norm(grad, dtype=torch.float32).square()
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+    return norm.square()

@@ -88,7 +88,6 @@ class FlatBuffers:
             self._reduced_views[i] = self._view(self._reduced, i, start, strides[i])
             owned.grad_dtype = dtype
         self._touched = [False] * len(self.params)  # since zero_grad: has a gradient
-        self._hooks = []
         for index, (param, view) in enumerate(zip(self.params, self._grad_views, strict=True)):
             existing, param.grad = param.grad, None
             param.grad_dtype = dtype
@@ -98,7 +97,7 @@ class FlatBuffers:
             param.grad = view
             # A hook must not keep the buffers of an optimizer alive that its user has dropped.
             hook = functools.partial(_arrived, weakref.ref(self), index)
-            self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._restart()
 
     def replaced(self) -> list[bool]:

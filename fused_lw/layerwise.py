@@ -4,45 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from fused_lw.agreement import agree
 from fused_lw.aux_adamw import MuonWithAuxAdamW
-from fused_lw.averaging import Averager
-from fused_lw.buffers import FlatBuffers
-from fused_lw.kernels.device import resolve_backend
-from fused_lw.layout import Layout, ParamSpec, plan
-from fused_lw.matrices import view_as_matrices
-from fused_lw.matrix_parts import Matrices, OwnedMatrices, ShardedMatrices, shard_group
+from fused_lw.layout import Layout
+from fused_lw.matrix_parts import OwnedMatrices
 from fused_lw.muon import begin_step, end_step
 from fused_lw.naming import Homes, named_groups
 from fused_lw.replace import own_step
-from fused_lw.routing import param_spec
-from fused_lw.update import Updater, check_scratch
-
-MIN_BUCKET = 40_000_000  # elements, or a million a rank where that is more: Megatron-LM's
-
-
-class _Replica(NamedTuple):
-    """What the ranks of one process group hold alike."""
-
-    matrices: Matrices | None
-    averager: Averager
-
-
-class _Members(NamedTuple):
-    """The parameters of a replica, by name."""
-
-    group: dist.ProcessGroup
-    matrices: dict[str, Tensor]
-    others: dict[str, Tensor]
-    layout: Layout | None  # of the matrices; None without any, and for DTensors
+from fused_lw.replicas import Members, Replica, Settings, divide
 
 
 class LayerWiseMuon(MuonWithAuxAdamW):
@@ -103,13 +79,12 @@ class LayerWiseMuon(MuonWithAuxAdamW):
         if group is None:
             raise ValueError("LayerWiseMuon needs torch.distributed.init_process_group to be called first")
         self._complete = False
-        self._replicas: list[_Replica] = []
+        self._replicas: list[Replica] = []
         self._has_gradient: list[list[bool]] | None = None  # per replica and matrix; known between reduction and step
         self._factor: Tensor | None = None  # by which gradients are clipped
         self._stepped = False
-        self._gtp_group = gtp_process_group
 
-        members: list[_Members] = []
+        members: list[Members] = []
         facts: dict[str, object] = {"reduce": reduce, "overlap": overlap}
         error: Exception | None = None
         try:
@@ -117,19 +92,27 @@ class LayerWiseMuon(MuonWithAuxAdamW):
                 raise ValueError(f"reduce must be 'scatter' or 'ddp', not {reduce!r}")
             groups, model = named_groups(params, model)
             super().__init__(groups, muon=muon, adamw=adamw)
-            members = self._divide(layout, group, expert_process_group)
-            facts |= self._facts(members[0])
+            self._device = self.param_groups[0]["params"][0].device
+            defaults = self._members[True].defaults
+            settings = Settings(
+                reduce == "scatter",
+                overlap,
+                dist.get_world_size(group),
+                gtp_process_group,
+                defaults["backend"],
+                defaults["max_scratch_bytes"],
+            )
+            members = divide(self.param_groups, layout, group, expert_process_group, settings)
+            facts |= members[0].facts(self.param_groups)
         except (TypeError, ValueError) as refused:
             error = refused
         agree(group, facts, error)
-        if expert_process_group is not None:
-            agree(expert_process_group, self._facts(members[1]))
-        if gtp_process_group is not None:
-            agree(gtp_process_group, self._facts(members[0]))
+        for other, part in ((expert_process_group, members[-1]), (gtp_process_group, members[0])):
+            if other is not None:
+                agree(other, part.facts(self.param_groups))
 
         self._homes = Homes(model)
-        for part in members:
-            self._replicas.append(self._replica(part, reduce == "scatter", dist.get_world_size(group), overlap))
+        self._replicas += [part.build(self._muon_groups(), settings) for part in members]
         self._start_state()
         self._complete = True
 
@@ -137,7 +120,13 @@ class LayerWiseMuon(MuonWithAuxAdamW):
         """Only while the optimizer is made: a layout is for all parameters. Raises a ValueError afterwards."""
         if self._complete:
             raise ValueError("the layout of a LayerWiseMuon is fixed: make a new one with all parameters")
-        super().add_param_group(param_group)
+        split = param_group.get("split_rows", self._members[True].defaults["split_rows"])
+        if any(getattr(param, "is_gtp_weight_remat", False) for _, param in param_group["params"]):
+            # Blocks of rows are those of the whole matrix, which `divide` checks, not of the rows held here.
+            super().add_param_group({**param_group, "split_rows": None})
+            self.param_groups[-1]["split_rows"] = split
+        else:
+            super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients in the flat buffer are zeroed and stay, and count as None after `set_to_none`."""
@@ -274,129 +263,6 @@ class LayerWiseMuon(MuonWithAuxAdamW):
     def _muon_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["use_muon"]]
 
-    def _named(self) -> Iterator[tuple[str, Tensor, int]]:
-        for index, group in enumerate(self.param_groups):
-            yield from ((*pair, index) for pair in zip(group["param_names"], group["params"], strict=True))
-
-    # Construction
-
-    def _divide(
-        self, layout: Layout | Literal["auto"], group: dist.ProcessGroup, expert_group: dist.ProcessGroup | None
-    ) -> list[_Members]:
-        """The replicas and their layouts: first what `group` holds, then the experts. Raises what this rank refuses."""
-        parts = [_Members(group, {}, {}, None)]
-        if expert_group is not None:
-            parts.append(_Members(expert_group, {}, {}, None))
-        for name, param, index in self._named():
-            expert = not getattr(param, "allreduce", True)
-            if expert and expert_group is None:
-                raise ValueError(f"{name} is tagged allreduce=False, an expert's: pass expert_process_group")
-            kind = parts[int(expert)].matrices if self.param_groups[index]["use_muon"] else parts[int(expert)].others
-            kind[name] = param
-        devices = {param.device: name for name, param, _ in self._named()}
-        if len(devices) > 1:
-            raise ValueError(f"parameters are on different devices, one each: {devices}")
-        (self._device,) = devices
-        self._check_matrices()
-        if layout != "auto" and not isinstance(layout, Layout):
-            raise TypeError(f"layout must be a Layout or 'auto', not {layout!r}")
-        return [
-            part._replace(layout=self._layout(part, layout if index == 0 else "auto"))
-            for index, part in enumerate(parts)
-        ]
-
-    def _layout(self, part: _Members, layout: Layout | Literal["auto"]) -> Layout | None:
-        world = dist.get_world_size(part.group)
-        if not part.matrices:
-            return None
-        sharded = [name for name, param in part.matrices.items() if isinstance(param, DTensor)]
-        if sharded:
-            for name, param in part.matrices.items():
-                if not isinstance(param, DTensor):
-                    raise ValueError(f"{name} is no DTensor, but {sharded[0]} is: shard all matrices or none")
-                shard_group((name, param))
-            if layout != "auto":
-                raise ValueError(f"a layout is for whole parameters, and {sharded[0]} is a DTensor")
-            return None
-        dtypes = {param.dtype: name for name, param in part.matrices.items()}
-        if len(dtypes) > 1:
-            raise ValueError(f"the matrices of a flat buffer have one dtype, not {dtypes}")
-        specs = [
-            param_spec(name, param, bool(getattr(param, "shared_embedding", False)))
-            for name, param in part.matrices.items()
-        ]
-        for spec in specs:
-            ranks = 1 if self._gtp_group is None else dist.get_world_size(self._gtp_group)
-            if spec.gtp_size > 1 and spec.gtp_size != ranks:
-                raise ValueError(f"{spec.name} is sharded over {spec.gtp_size} ranks, gtp_process_group has {ranks}")
-        if layout == "auto":
-            return plan(specs, dp_size=world, bucket_size=max(MIN_BUCKET, 1_000_000 * world))
-        _check_layout(layout, specs, world)
-        return layout
-
-    def _check_matrices(self) -> None:
-        """Refuse on every rank what only an owner would find out in its step."""
-        for group, rule in zip(self._muon_groups(), begin_step(self._muon_groups()), strict=True):
-            if group["capturable"]:
-                raise ValueError("capturable=True is for one process: ranks must agree on gradients at every step")
-            for name, param in zip(group["param_names"], group["params"], strict=True):
-                spec = param_spec(name, param, False)
-                if rule.stochastic and not rule.master_weights and (isinstance(param, DTensor) or spec.gtp_size > 1):
-                    raise ValueError(f"{name} is sharded by rows: rounding='stochastic' is for whole matrices")
-                # GTP gathers rows: only the whole matrix can be split into blocks, and fills the scratch memory.
-                view = view_as_matrices(torch.empty(spec.full_shape, device="meta"), rule.higher_dims, rule.split_rows)
-                check_scratch(
-                    f"{name} of shape {tuple(param.shape)}",
-                    view,
-                    rule.ns_on(self._device),
-                    backend=resolve_backend(self._updater_options["backend"], self._device),
-                    bound=self._updater_options["max_scratch_bytes"],
-                )
-
-    @property
-    def _updater_options(self) -> dict[str, Any]:
-        defaults = self._members[True].defaults
-        return {"backend": defaults["backend"], "max_scratch_bytes": defaults["max_scratch_bytes"]}
-
-    def _facts(self, part: _Members) -> dict[str, object]:
-        """What the ranks of a group must have in common."""
-        facts: dict[str, object] = {"the number of ranks": dist.get_world_size(part.group)}
-        for index, group in enumerate(self.param_groups):
-            for key, value in group.items():
-                if key not in ("params", "param_names"):
-                    fact = value.tolist() if isinstance(value, Tensor) else value
-                    facts[f"{key!r} of group {index}"] = fact
-        for name, param, index in self._named():
-            if name in part.matrices or name in part.others:
-                facts[f"the group, shape and dtype of {name}"] = (index, tuple(param.shape), param.dtype)
-        if part.layout is not None:
-            facts["the policy of the layout"] = part.layout.policy
-            facts["the buckets of the layout"] = [tuple(bucket) for bucket in part.layout.buckets]
-            facts["the digest of the layout"] = part.layout.digest()
-        return facts
-
-    def _replica(self, part: _Members, scatter: bool, world: int, overlap: bool) -> _Replica:
-        rule_of = {name: i for i, group in enumerate(self._muon_groups()) for name in group["param_names"]}
-        rules = len(self._muon_groups())
-        updater = Updater(**self._updater_options)
-        dtensors = {name: param for name, param in part.matrices.items() if isinstance(param, DTensor)}
-        matrices: Matrices | None = None
-        group = part.group
-        if dtensors:
-            sharded = ShardedMatrices(dtensors, rule_of, rules, updater)
-            matrices, group, scatter = sharded, sharded.group, False
-        elif part.layout is not None:
-            buffers = FlatBuffers(
-                part.layout, part.matrices, part.group, reduce=scatter, divisor=world, overlap=overlap
-            )
-            if scatter:
-                buffers.broadcast()
-            matrices = OwnedMatrices(buffers, rule_of, rules, updater, self._gtp_group)
-        averager = Averager(part.others, group, reduce=scatter, divisor=world, device=self._device)
-        if scatter:
-            averager.broadcast()
-        return _Replica(matrices, averager)
-
     @torch.no_grad()
     def _start_state(self) -> None:
         """All state that this rank will have, so that a checkpoint can be loaded into it before the first step."""
@@ -423,17 +289,3 @@ class LayerWiseMuon(MuonWithAuxAdamW):
         for matrices, _ in self._replicas:
             if matrices is not None:
                 matrices.make_state(self.state, rules)
-
-
-def _check_layout(layout: Layout, specs: list[ParamSpec], world: int) -> None:
-    if layout.dp_size != world:
-        raise ValueError(f"the layout is for {layout.dp_size} ranks, the process group has {world}")
-    placed = {spec.name: spec for spec in layout.params}
-    for spec in specs:
-        if spec.name not in placed:
-            raise ValueError(f"the layout does not place {spec.name} of shape {spec.shape}")
-        if placed.pop(spec.name) != spec:
-            raise ValueError(f"the layout places another {spec.name} than this one of shape {spec.shape}")
-    for name, spec in placed.items():
-        raise ValueError(f"the layout places {name} of shape {spec.shape}, which is no matrix of these parameters")
-    layout.validate()

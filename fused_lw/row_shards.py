@@ -74,10 +74,10 @@ class RowExchange:
         numels = [math.prod(matrices[index].shape) for index in self._owned]
         whole = torch.empty(2, sum(numels), dtype=self._dtype, device=like.device)
         # What goes into Newton-Schulz and what comes out, per owned matrix.
-        self._inputs = dict(zip(self._owned, whole[0].split(numels), strict=True))
+        self._inputs = dict(zip(self._owned, torch.split(whole[0], numels), strict=True))
         self._updates = {
             index: update.view(matrices[index].shape)
-            for index, update in zip(self._owned, whole[1].split(numels), strict=True)
+            for index, update in zip(self._owned, torch.split(whole[1], numels), strict=True)
         }
         self._groups: list[dict[str, Any]] = [{"params": [], "param_names": []} for _ in range(groups)]
         for index, update in self._updates.items():
@@ -157,7 +157,7 @@ class RowExchange:
         sent_per_rank = [sum(part.numel() for part in parts) for parts in outgoing]
         dist.all_to_all_single(receive, send, per_rank, sent_per_rank, group=self.group)
         keys = [(rank, index) for rank, index, _ in incoming]
-        return dict(zip(keys, receive.split(sizes), strict=True))
+        return dict(zip(keys, torch.split(receive, sizes), strict=True))
 
 
 def even_bounds(rows: int, row_numel: int, height: int, ranks: int) -> tuple[tuple[int, int], ...]:

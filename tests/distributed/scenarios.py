@@ -1,0 +1,229 @@
+"""Training by a group of ranks; each function compares with a single process and raises on a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fused_lw
+from fused_lw import LayerWiseMuon
+from tests.distributed.models import (
+    ADAMW,
+    LR,
+    EqualMatrices,
+    ThreeMatrices,
+    TiedByMuon,
+    Tiny,
+    alone,
+    assert_same,
+    batch,
+    everywhere,
+    small_layout,
+    train,
+)
+
+
+def make(model: nn.Module, group: dist.ProcessGroup, **options) -> LayerWiseMuon:
+    options = {"layout": small_layout(model, group.size()), "adamw": ADAMW, **LR, **options}
+    return LayerWiseMuon(model, process_group=group, **options)
+
+
+def make_ddp(model: nn.Module, group: dist.ProcessGroup) -> tuple[nn.Module, LayerWiseMuon]:
+    wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    return wrapped, make(model, group, reduce="ddp")
+
+
+def make_sharded(model: nn.Module, group: dist.ProcessGroup) -> tuple[nn.Module, LayerWiseMuon]:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    if isinstance(model, Tiny):
+        fully_shard(model.up, mesh=mesh, reshard_after_forward=False)
+    model = fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return model, LayerWiseMuon(model, process_group=group, adamw=ADAMW, **LR)
+
+
+def accumulating(model: FSDPModule) -> Callable[[], AbstractContextManager[None]]:
+    """FSDP2's no_sync."""
+
+    @contextmanager
+    def no_sync():
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    return no_sync
+
+
+# Equal to a single process
+
+
+def plain_modules(group, folder):
+    for accumulate in (1, 4):
+        model = Tiny()
+        optimizer = make(model, group)
+        train(model, optimizer, group.rank(), range(20), accumulate, no_sync=optimizer.no_sync)
+        assert_same(model, alone(Tiny, group, 20, accumulate=accumulate))
+        assert torch.equal(model.never.weight, Tiny().never.weight), "nobody's gradient: left alone"
+
+
+def few_matrices(group, folder):
+    model = ThreeMatrices()
+    train(model, make(model, group), group.rank(), range(20))
+    assert_same(model, alone(ThreeMatrices, group, 20))
+
+
+def ddp(group, folder):
+    for accumulate in (1, 4):
+        model, optimizer = make_ddp(Tiny(), group)
+        train(model, optimizer, group.rank(), range(20), accumulate, no_sync=model.no_sync)
+        assert_same(model.module, alone(Tiny, group, 20, accumulate=accumulate))
+
+
+def fsdp2(group, folder):
+    for accumulate in (1, 4):
+        model, optimizer = make_sharded(Tiny(), group)
+        train(model, optimizer, group.rank(), range(20), accumulate, everywhere, no_sync=accumulating(model))
+        assert_same(model, alone(Tiny, group, 20, accumulate=accumulate, sometimes=everywhere))
+        momentum = optimizer.state[model.up.weight]["momentum_buffer"]
+        assert momentum.to_local().shape == model.up.weight.to_local().shape
+
+
+def fsdp2_few_matrices(group, folder):
+    model, optimizer = make_sharded(ThreeMatrices(), group)
+    train(model, optimizer, group.rank(), range(20))
+    assert_same(model, alone(ThreeMatrices, group, 20))
+
+
+def without_overlap(group, folder):
+    model = Tiny()
+    train(model, make(model, group, overlap=False, layout="auto"), group.rank(), range(5))
+    assert_same(model, alone(Tiny, group, 5))
+
+
+def clipping(group, folder):
+    for kind in (make, make_ddp, make_sharded):
+        model = Tiny()
+        made = kind(model, group)
+        model, optimizer = (model, made) if kind is make else made
+        train(model, optimizer, group.rank(), range(5), sometimes=everywhere, max_norm=0.5)
+        inner = model.module if kind is make_ddp else model
+        assert_same(inner, alone(Tiny, group, 5, sometimes=everywhere, max_norm=0.5))
+
+
+def clipping_returns_the_norm_and_changes_no_gradient(group, folder):
+    model, expected = EqualMatrices(), EqualMatrices()
+    optimizer = make(model, group)
+    x = torch.randn(group.size(), 4, 16, generator=torch.Generator().manual_seed(0))
+    model(x[group.rank()]).backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    norm = optimizer.clip_grad_norm(1e-3)
+    optimizer.step()
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), before, strict=True))
+    sum(expected(part) / group.size() for part in x).backward()
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm([p.grad for p in expected.parameters()]))
+
+
+def tied_embedding_by_muon(group, folder):
+    model = TiedByMuon()
+    optimizer = make(model, group)
+    placed = optimizer._replicas[0].matrices.buffers.layout
+    assert placed.buckets[placed.placements["embed.weight"].bucket].numel == model.embed.weight.numel()
+    train(model, optimizer, group.rank(), range(5))
+    assert_same(model, alone(TiedByMuon, group, 5))
+
+
+def half_precision(group, folder):
+    """bf16 parameters: fp32 gradients set by hand, fp32 master weights by their owners only."""
+    model, expected = EqualMatrices(torch.bfloat16), EqualMatrices(torch.bfloat16).float()
+    optimizer = make(model, group, master_weights=True)
+    alone_optimizer = fused_lw.Muon(list(expected.named_parameters()), **LR)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        optimizer.zero_grad()
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            grads = torch.randn(group.size(), *param.shape, generator=generator)
+            assert param.grad.dtype == torch.float32
+            param.grad, other.grad = grads[group.rank()].clone(), grads.mean(0)
+        optimizer.step()
+        alone_optimizer.step()
+    owned = 0
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (param.float() - other).abs().max() <= other.abs().max() * 2**-8, "rounded once, not every step"
+        if param in optimizer.state:
+            master = optimizer.state[param]["master_param"]
+            assert (master - other).norm() < 1e-6 * other.norm()
+            assert torch.equal(param, master.bfloat16())
+            owned += 1
+    assert owned == len(model.layers) // group.size()
+
+
+def state_is_that_of_owned_matrices(group, folder):
+    model = EqualMatrices(torch.bfloat16)
+    optimizer = make(model, group, master_weights=True)
+    model(torch.randn(4, 16).bfloat16()).backward()
+    optimizer.step()
+    held = sum(t.untyped_storage().nbytes() for entry in optimizer.state.values() for t in entry.values())
+    whole = sum(2 * 4 * param.numel() for param in model.parameters())  # momentum and master weights in fp32
+    layout = optimizer._replicas[0].matrices.buffers.layout
+    assert abs(held - whole / group.size()) <= 0.05 * whole / group.size() + 8 * layout.padding * layout.numel
+    sharded, optimizer = make_sharded(EqualMatrices(), group)
+    held = sum(t.to_local().untyped_storage().nbytes() for entry in optimizer.state.values() for t in entry.values())
+    assert held == sum(4 * param.numel() for param in sharded.parameters()) / group.size()
+
+
+# What is done to gradients between steps
+
+
+def gradients_set_to_none_and_steps_skipped(group, folder):
+    model, expected = Tiny(), Tiny()
+    optimizer = make(model, group)
+    alone_optimizer = fused_lw.MuonWithAuxAdamW(fused_lw.split_params(expected).groups(), muon=LR, adamw=ADAMW)
+    for step in range(6):
+        train_one_skipping(model, optimizer, [group.rank()], step, 1)
+        train_one_skipping(expected, alone_optimizer, range(group.size()), step, group.size())
+    assert_same(model, expected)
+    optimizer.zero_grad()
+    for name, param in model.named_parameters():
+        if name in optimizer._replicas[0].matrices.names:
+            assert not param.grad.any()
+            assert param.grad.untyped_storage().data_ptr() == model.up.weight.grad.untyped_storage().data_ptr()
+
+
+def train_one_skipping(model, optimizer, ranks, step: int, divisor: int) -> None:
+    (model if step % 2 else optimizer).zero_grad()
+    for rank in ranks:
+        (model(batch(rank, step, 0), step % 3 == 0) / divisor).backward()
+    if step != 2:  # as a trainer does that found an infinite loss
+        optimizer.step()
+
+
+def a_second_backward_outside_no_sync_is_refused(group, folder):
+    model = EqualMatrices()
+    optimizer = make(model, group)
+    model(torch.ones(4, 16)).backward()
+    try:
+        model(torch.ones(4, 16)).backward()
+    except RuntimeError as error:
+        assert "layers.15.weight got a gradient after its bucket was reduced" in str(error)
+    else:
+        raise AssertionError("not refused")
+    optimizer.step()
+
+
+EVERY_WORLD = [plain_modules, few_matrices, ddp, fsdp2, fsdp2_few_matrices]
+WORLD_OF_FOUR = [
+    without_overlap,
+    clipping,
+    clipping_returns_the_norm_and_changes_no_gradient,
+    tied_embedding_by_muon,
+    half_precision,
+    state_is_that_of_owned_matrices,
+    gradients_set_to_none_and_steps_skipped,
+    a_second_backward_outside_no_sync_is_refused,
+]
