@@ -130,4 +130,4 @@ def a_local_state_dict_restores_this_rank(group, folder):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-WORLD_OF_FOUR = [a_local_state_dict_restores_this_rank]
+WORLD_OF_FOUR = [a_local_state_dict_restores_this_rank, save_on_four]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed import checkpoints, refusals, scenarios, traffic
+from tests.distributed import checkpoints, parallelism, refusals, scenarios, traffic
 from tests.distributed.launch import errors, run_ranks
 
 # Starting processes takes longer than most scenarios, so eight of them run everything: they are the three smaller
@@ -19,8 +19,8 @@ EVERY_WORLD = [*scenarios.EVERY_WORLD, *traffic.EVERY_WORLD]
 WORLD_OF = {
     1: [],
     2: refusals.WORLD_OF_TWO,
-    4: [*scenarios.WORLD_OF_FOUR, *traffic.WORLD_OF_FOUR, *checkpoints.WORLD_OF_FOUR, checkpoints.save_on_four],
-    8: [checkpoints.resume, checkpoints.resume_sharded],
+    4: [*scenarios.WORLD_OF_FOUR, *traffic.WORLD_OF_FOUR, *parallelism.WORLD_OF_FOUR, *checkpoints.WORLD_OF_FOUR],
+    8: [*traffic.WORLD_OF_EIGHT, checkpoints.resume, checkpoints.resume_sharded],
 }
 # Of what the world of four has saved
 RESUMED = {1: [checkpoints.resume_alone], 2: [checkpoints.resume, checkpoints.resume_sharded], 4: []}

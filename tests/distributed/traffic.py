@@ -6,9 +6,11 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from fused_lw import buffers
+from fused_lw import LayerWiseMuon, buffers
 from fused_lw.kernels import pack_reference
+from fused_lw.layout import ParamSpec, model_specs, ns_cost, plan
 from tests.distributed.models import EqualMatrices, Tiny, batch, somewhere
 from tests.distributed.scenarios import make
 
@@ -23,7 +25,8 @@ COLLECTIVES = [
 class Recorded:
     """The names of collectives with the elements they take, and whatever else is noted, in order of time."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_pack=lambda args: 0) -> None:
+        self._of_pack = of_pack
         self.events: list[tuple[str, int]] = []
         self._undo: list[tuple[object, str, object]] = []
 
@@ -43,7 +46,7 @@ class Recorded:
                 self.wrap(dist, name, name, lambda args: args[0].numel() if torch.is_tensor(args[0]) else 0)
         self.wrap(buffers, "reduce_scatter", "reduce-scatter", lambda args: args[1].numel())
         self.wrap(buffers, "all_gather", "all-gather", lambda args: args[0].numel())
-        self.wrap(pack_reference, "copy_in", "newton-schulz", lambda args: 0)
+        self.wrap(pack_reference, "copy_in", "newton-schulz", self._of_pack)
         return self
 
     def __exit__(self, *_) -> None:
@@ -83,5 +86,39 @@ def communication_overlaps_backward_and_step(group, folder):
     assert names.index("all-gather") < last_newton_schulz
 
 
+def newton_schulz_work_is_what_the_layout_promised(group, folder):
+    """nemotron-3-nano with every dimension a sixteenth, but all of its 5,992 matrices."""
+    specs = [
+        ParamSpec(spec.name, (*spec.shape[:-2], *(size // 16 for size in spec.shape[-2:])))
+        for spec in model_specs("nemotron-3-nano")
+    ]
+    layout = plan(specs, dp_size=group.size(), bucket_size=4_000_000)
+    params = [(spec.name, nn.Parameter(torch.ones(spec.shape, dtype=torch.bfloat16))) for spec in specs]
+    # Without reduction only owners need gradients: eight ranks' would not fit into a small machine.
+    optimizer = LayerWiseMuon(params, layout, group, reduce="ddp", ns_steps=1, lr=0.5, weight_decay=1.0)
+    for name, param in params:
+        if layout.placements[name].shard == group.rank():
+            param.grad = torch.ones_like(param)
+    work = []
+
+    def of_pack(args) -> int:
+        batches = [group.workspace.shape for group in args[0].groups]
+        work.append(sum(count * ns_cost(ParamSpec("one", (r, s))) for count, r, s in batches))
+        return 0
+
+    with Recorded(of_pack):
+        optimizer.step()
+    works = [None] * group.size()
+    dist.all_gather_object(works, sum(work), group=group)
+    measured = max(works) * group.size() / sum(works)
+    assert abs(measured / layout.imbalance - 1) < 0.05
+    assert not (optimizer._replicas[0].matrices.buffers.flat == 1).any(), (
+        "every matrix was stepped by its owner and came back"
+    )
+    if group.rank() == 0:
+        print(f"Newton-Schulz work, maximum over mean: {measured:.5f}, the layout promised {layout.imbalance:.5f}")
+
+
 EVERY_WORLD = [one_reduce_scatter_and_one_all_gather_per_bucket]
 WORLD_OF_FOUR = [communication_overlaps_backward_and_step]
+WORLD_OF_EIGHT = [newton_schulz_work_is_what_the_layout_promised]
