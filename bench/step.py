@@ -1,173 +1,174 @@
-"""Whole optimizer steps over a model's matrices: `python -m bench.step --model gpt2-124m --json FILE`.
+"""`fused-lw bench step`: whole optimizer steps over a model's matrices, ours and peers in turn.
 
-Providers are interleaved, one step each in turn, and compared by the median of paired ratios. Before anything is
-timed, every provider has to move the parameters as the float32 loop does, within the rounding of its arithmetic.
+Before anything is timed every optimizer takes two steps on all matrices, and the first and the last matrix of every
+shape have to move as a float64 loop moves them, within the bound of the accuracy class that it claims.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from torch import Tensor
 
+from fused_lw.bench import environment, gate, tables, timing
+from fused_lw.bench.environment import Row
+from fused_lw.bench.shapes import parse
+from fused_lw.bench.step_peers import PlainMuon64, StepProvider, step_providers
+from fused_lw.kernels import NSRule, count_launches, schedule, work
 from fused_lw.layout import load_model, model_names
-from fused_lw.muon import Muon
-from fused_lw.plain import PlainMuon
 
-# name -> (optimizer, relative distance to the float32 loop's update that its arithmetic explains)
-PROVIDERS: dict[str, tuple[Any, float]] = {
-    "fused_lw": (Muon, 1e-4),
-    "float32 loop": (PlainMuon, 0.0),
-    "torch.optim.Muon": (torch.optim.Muon, 0.1),
-}
-NO_BF16_UNITS = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+ROUNDS, QUICK_ROUNDS, QUICK_MATRICES = 7, 3, 4
+LR = 0.02
+
+Shape = tuple[int, int]  # rows, columns
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="gpt2-124m", choices=model_names(), metavar="NAME")
-    parser.add_argument("--first", type=int, help="only so many matrices, from the first on (gpt2: 4 make a layer)")
-    parser.add_argument("--scale-down", type=int, default=1, help="divide every dimension by this")
-    parser.add_argument("--providers", nargs="+", default=list(PROVIDERS), choices=PROVIDERS, metavar="NAME")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="append the rows to this JSON Lines file")
-    parser.add_argument(
-        "--without-bf16-units",
-        action="store_true",
-        help="keep oneDNN from using bf16 instructions, as on a CPU that has none",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="gpt2-124m", metavar="NAME", help=", ".join(model_names()))
+    parser.add_argument("--ep", type=int, default=1, metavar="E", help="experts lie on E ranks: take one's share")
+    parser.add_argument("--first", type=int, metavar="N", help="only so many matrices, from the first on")
+    parser.add_argument("--scale-down", type=int, default=1, metavar="K", help="divide every dimension by this")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    parser.add_argument("--providers", nargs="+", metavar="NAME", help="only those whose name starts with one of these")
+    parser.add_argument("--rounds", type=int, help=f"steps that are timed of each (default: {ROUNDS})")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_MATRICES} matrices, {QUICK_ROUNDS} rounds")
+    parser.add_argument("--threads", type=int, help="of a CPU (default: torch's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this JSON Lines file")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        device = environment.check_device(args.device)
+        shapes = shapes_of(args.model, args.ep, args.first, args.scale_down)
+        providers = chosen(step_providers(device), args.providers)
+    except ValueError as error:
+        print(f"fused-lw bench step: {error}", file=sys.stderr)
+        return 2
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    if args.quick:
+        shapes = shapes[:QUICK_MATRICES]
+    rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
+    about = environment.describe(device) | {"model": args.model, "scale_down": args.scale_down}
+    rows = [about | row for row in measure(shapes, providers, device, rounds)]
+    console = Console(highlight=False)
+    tables.print_rows(console, rows)
+    console.print(
+        f"on a GPU the Newton-Schulz of all these matrices is {gpu_launches(shapes)} Triton launches "
+        "(counted from its program)"
     )
-    args = parser.parse_args()
-    if args.without_bf16_units and any(os.environ.get(key) != value for key, value in NO_BF16_UNITS.items()):
-        # oneDNN reads its environment once, when it is loaded.
-        return subprocess.run(
-            [sys.executable, "-m", "bench.step", *sys.argv[1:]], env=os.environ | NO_BF16_UNITS
-        ).returncode
-    torch.set_num_threads(args.threads)
-    rows = measure(args)
-    report(rows)
-    if args.json:
-        with args.json.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-    return 0
+    if args.json is not None:
+        environment.append(args.json, rows)
+    return tables.exit_status(rows)
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    matrices = load_model(args.model)[: args.first]
-    shapes = [(max(1, m.rows // args.scale_down), max(1, m.cols // args.scale_down)) for m in matrices]
-    optimizers = {name: make(name, shapes) for name in args.providers}
-    check(optimizers)
-    seconds: dict[str, list[float]] = {name: [] for name in optimizers}
-    for _ in track(range(args.repeats), description="steps"):
-        for name, optimizer in optimizers.items():
-            start = time.perf_counter()
-            optimizer.step()
-            seconds[name].append(time.perf_counter() - start)
-    ours = seconds.get("fused_lw")
-    common = {
-        "benchmark": "step",
-        "model": args.model,
-        "matrices": len(shapes),
-        "scale_down": args.scale_down,
-        "device": cpu_name(),
-        "threads": args.threads,
-        "bf16_units": not args.without_bf16_units and has_bf16_units(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "revision": revision(),
-    }
-    rows = []
-    for name, times in seconds.items():
-        p20, p50, p80 = (q * 1e3 for q in quantiles(times))
-        row = {**common, "provider": name, "p20_ms": p20, "p50_ms": p50, "p80_ms": p80, "repeats": args.repeats}
-        if ours is not None:
-            row["median_ratio_to_ours"] = statistics.median(a / b for a, b in zip(times, ours, strict=True))
-        rows.append(row)
-    return rows
+def shapes_of(model: str, ep: int, first: int | None, scale_down: int) -> list[Shape]:
+    """Rows and columns of a model's matrices, in order. ValueError for what is not there."""
+    if scale_down < 1 or (first is not None and first < 1):
+        raise ValueError(f"--scale-down and --first must be at least 1, got {scale_down} and {first}")
+    matrices = load_model(model, ep=ep)[:first]
+    return [(max(1, m.rows // scale_down), max(1, m.cols // scale_down)) for m in matrices]
 
 
-def make(provider: str, shapes: list[tuple[int, int]]) -> torch.optim.Optimizer:
-    generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+def chosen(providers: Sequence[StepProvider], names: Sequence[str] | None) -> list[StepProvider]:
+    for name in names or ():
+        if not any(provider.name.startswith(name) for provider in providers):
+            raise ValueError(f"no provider {name!r}, only: {', '.join(p.name for p in providers)}")
+    return [p for p in providers if names is None or p.name.startswith(tuple(names))]
+
+
+def measure(shapes: Sequence[Shape], providers: Sequence[StepProvider], device: torch.device, rounds: int) -> list[Row]:
+    """One row per provider; those that move the parameters elsewhere than float64 does get no time."""
+    sampled = sample(shapes)
+    right = updates(PlainMuon64, shapes, sampled, device)
+    rows: dict[str, Row] = {}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    for provider in providers:
+        row: Row = {
+            "benchmark": "step",
+            "provider": provider.name,
+            "batch": len(shapes),
+            "dtype": provider.dtype,
+            "accuracy": provider.accuracy,
+            "mode": "eager",
+        }
+        rows[provider.name] = row
+        optimizer = make(provider, shapes, range(len(shapes)), device)
+        moved = two_steps(optimizer, sampled)
+        row["error"] = gate.worst_error(moved, right)
+        reason = gate.judge(row["error"], provider.accuracy)
+        if reason is None:
+            if device.type == "cuda":
+                with count_launches() as launches:
+                    optimizer.step()
+                row["triton_launches"] = sum(launches.values())
+            optimizers[provider.name] = optimizer
+        else:
+            row |= {"status": "wrong", "reason": reason}
+    calls = {name: optimizer.step for name, optimizer in optimizers.items()}
+    taken = timing.interleave(calls, device, rounds) if calls else {}
+    by_name = {provider.name: provider for provider in providers}
+    for name, samples in taken.items():
+        p20, p50, p80 = timing.quantiles(samples.device)
+        rows[name] |= {"status": "measured", "rounds": rounds}
+        rows[name] |= {"p20_ms": p20 * 1e3, "p50_ms": p50 * 1e3, "p80_ms": p80 * 1e3}
+        rows[name]["host_ms"] = timing.quantiles(samples.host).p50 * 1e3 if device.type == "cuda" else None
+        rivals = [n for n in taken if not by_name[n].ours and by_name[n].accuracy == by_name[name].accuracy]
+        if by_name[name].ours and rivals:
+            best = min(rivals, key=lambda rival: timing.quantiles(taken[rival].device).p50)
+            ratio = timing.paired_ratio(samples.device, taken[best].device)
+            rows[name] |= {"best_peer": best, "ratio_to_best_peer": ratio}
+    return list(rows.values())
+
+
+def sample(shapes: Sequence[Shape]) -> list[int]:
+    """The first and the last matrix of each shape."""
+    first: dict[Shape, int] = {}
+    last: dict[Shape, int] = {}
+    for i, shape in enumerate(shapes):
+        first.setdefault(shape, i)
+        last[shape] = i
+    return sorted({*first.values(), *last.values()})
+
+
+def make(
+    provider: StepProvider, shapes: Sequence[Shape], indices: Sequence[int], device: torch.device
+) -> torch.optim.Optimizer:
+    """An optimizer over the matrices of these indices; each matrix and its gradient depend on its index alone."""
+    params = []
+    for i in indices:
+        generator = torch.Generator(device=device).manual_seed(i)
+        param = torch.nn.Parameter(torch.randn(shapes[i], generator=generator, device=device))
+        param.grad = torch.randn(param.shape, generator=generator, device=device)
+        params.append(param)
+    return provider.make(params, lr=LR)
+
+
+def two_steps(optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> list[Tensor]:
+    """Take two steps on two gradients, which also warms it up; how far the parameters at these positions moved."""
+    params = optimizer.param_groups[0]["params"]
+    starts = [params[i].detach().clone() for i in indices]
+    optimizer.step()
     for param in params:
-        param.grad = torch.randn(param.shape, generator=generator)
-    optimizer: torch.optim.Optimizer = PROVIDERS[provider][0](params, lr=0.02)
-    return optimizer
+        param.grad.copy_(param.grad.flip(0))  # with one gradient over and over any momentum gives the same direction
+    optimizer.step()
+    return [params[i].detach() - start for i, start in zip(indices, starts, strict=True)]
 
 
-def check(optimizers: dict[str, torch.optim.Optimizer]) -> None:
-    """Take one step with each, which also warms it up; raise for one that moves its parameters differently."""
-    starts = {name: [p.detach().clone() for p in parameters(optimizer)] for name, optimizer in optimizers.items()}
-    for optimizer in optimizers.values():
-        optimizer.step()
-    exact = optimizers.get("float32 loop")
-    if exact is None:
-        return
-    for name, optimizer in optimizers.items():
-        pairs = zip(parameters(optimizer), parameters(exact), starts[name], strict=True)
-        worst = max(float((a - b).norm() / (b - start).norm()) for a, b, start in pairs)
-        if worst > PROVIDERS[name][1]:
-            raise SystemExit(f"{name} is wrong: its update is {worst:.1e} away from the float32 loop's")
+def gpu_launches(shapes: Sequence[Shape]) -> int:
+    """Triton launches of our Newton-Schulz over these matrices, the programs of all shapes merged."""
+    batches = parse(",".join(f"{rows}x{cols}" for rows, cols in shapes))
+    rule = NSRule(schedule("jordan", 5), precision="mixed")
+    return work([(batch.size, batch.r, batch.s) for batch in batches], rule).launches
 
 
-def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param.detach() for group in optimizer.param_groups for param in group["params"]]
-
-
-def report(rows: list[dict[str, Any]]) -> None:
-    first = rows[0]
-    units = "with" if first["bf16_units"] else "without"
-    table = Table(
-        title=f"{first['model']}, {first['matrices']} matrices, dimensions / {first['scale_down']}: "
-        f"one step on {first['device']}, {first['threads']} threads, {units} bf16 units"
-    )
-    for heading in ("provider", "p20 ms", "p50 ms", "p80 ms", "median of paired ratios to fused_lw"):
-        table.add_column(heading, justify="left" if heading == "provider" else "right")
-    for row in rows:
-        times = (f"{row[key]:.1f}" for key in ("p20_ms", "p50_ms", "p80_ms"))
-        table.add_row(row["provider"], *times, f"{row.get('median_ratio_to_ours', float('nan')):.2f}")
-    Console().print(table)
-
-
-def quantiles(times: list[float]) -> tuple[float, float, float]:
-    ordered = sorted(times)
-    p20, p80 = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))
-    return p20, statistics.median(ordered), p80
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def has_bf16_units() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def revision() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def updates(
+    reference: type[torch.optim.Optimizer], shapes: Sequence[Shape], indices: Sequence[int], device: torch.device
+) -> list[Tensor]:
+    provider = StepProvider("reference", reference, "float32", "fp64")
+    return two_steps(make(provider, shapes, indices, device), range(len(indices)))

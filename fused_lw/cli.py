@@ -12,6 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("fused_lw.demo", "train a small GPT with torch.optim.Muon and fused_lw.Muon side by side"),
     "doctor": ("fused_lw.doctor", "say what this machine has and what each shape would run on"),
     "tune": ("fused_lw.cli_tune", "measure kernel configurations on this machine's GPU and keep the fastest"),
+    "bench": ("fused_lw.cli_bench", "measure the kernels and the step against their peers; report and compare results"),
     "plan": ("fused_lw.cli_plan", "plan a layout for a model: buckets, padding, balance, launches"),
 }
 

@@ -1,0 +1,123 @@
+"""What a row says about the machine and the code that it was measured with, and how rows are kept."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+# How oneDNN is kept from bf16 instructions; it reads its environment once, when torch is loaded.
+ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+
+
+def check_device(name: str) -> torch.device:
+    """The device of that name; ValueError for one that is unknown or not there, saying what is."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {name!r}: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda; got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"no device {name!r}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices "
+            "(run with --device cpu, or install a CUDA build of torch and check nvidia-smi)"
+        )
+    return device
+
+
+def describe(device: torch.device) -> Row:
+    """The fields that every row has: device, driver, versions, threads, date, revision."""
+    row: Row = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device_type": device.type,
+        "driver": driver(device),
+        "torch": torch.__version__,
+        "fused_lw": importlib.metadata.version("fused-lw"),
+        "date": datetime.date.today().isoformat(),
+        "revision": revision(),
+    }
+    if device.type == "cpu":
+        row |= {"threads": torch.get_num_threads(), "bf16_units": has_bf16_units()}
+    return row
+
+
+def driver(device: torch.device) -> str | None:
+    """The GPU driver's version, as nvidia-smi or the kernel module gives it; None on a CPU or where neither does."""
+    if device.type != "cuda":
+        return None
+    module = Path("/sys/module/amdgpu/version" if torch.version.hip else "/sys/module/nvidia/version")
+    return module.read_text().strip() if module.exists() else None
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def has_bf16_units() -> bool:
+    """True if torch multiplies bf16 matrices with bf16 instructions here."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    allowed = os.environ.get(ISA_VARIABLE, "DEFAULT").upper()
+    if not any(word in allowed for word in ("DEFAULT", "ALL", "BF16", "AMX")):
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def installed_version(module: str, distribution: str) -> str | None:
+    """The version of an installed package, None if it is not installed. Nothing is imported."""
+    if importlib.util.find_spec(module) is None:
+        return None
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def revision() -> str:
+    """The git revision of this checkout, "-dirty" with changes; "installed" outside of one."""
+    folder = Path(__file__).resolve().parent
+    done = subprocess.run(["git", "-C", folder, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return done.stdout.strip() or "installed"
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Add rows to a JSON Lines file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read(paths: Sequence[Path]) -> list[Row]:
+    """The rows of JSON Lines files; ValueError names the line that is none."""
+    rows = []
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict) or "benchmark" not in row or "provider" not in row:
+                raise ValueError(f"{path}, line {number} is no row of fused-lw bench: it has no benchmark or provider")
+            rows.append(row)
+    if not rows:
+        raise ValueError(f"no rows in {', '.join(map(str, paths))}")
+    return rows

@@ -1,0 +1,77 @@
+"""`fused-lw bench layout`: how long planning takes, and what each policy's layout costs. No hardware involved."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import get_args
+
+import torch
+from rich.console import Console
+
+from fused_lw.bench import environment, tables, timing
+from fused_lw.bench.environment import Row
+from fused_lw.layout import ParamSpec, Policy, model_names, model_specs, plan
+
+ROUNDS = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="NAME", help=", ".join(model_names()))
+    parser.add_argument("--dp", type=int, default=32, metavar="N", help="ranks that share a buffer (default: 32)")
+    parser.add_argument("--ep", type=int, default=1, metavar="E", help="expert-parallel ranks that divide the experts")
+    parser.add_argument("--bucket-size", type=int, metavar="S", help="elements a bucket holds at least (default: one)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"times that planning is timed (default: {ROUNDS})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this JSON Lines file")
+
+
+def run(args: argparse.Namespace) -> int:
+    about = environment.describe(torch.device("cpu"))
+    rows: list[Row] = []
+    try:
+        for kind in ("dense", "expert"):
+            specs = model_specs(args.model, ep=args.ep, kinds=(kind,))
+            if specs:
+                about |= {"model": args.model, "stage": kind}
+                rows += [about | row for row in measure(specs, args.dp, args.bucket_size, args.rounds)]
+    except ValueError as error:
+        print(f"fused-lw bench layout: {error}", file=sys.stderr)
+        return 2
+    tables.print_rows(Console(highlight=False), rows)
+    if args.json is not None:
+        environment.append(args.json, rows)
+    return tables.exit_status(rows)
+
+
+def measure(specs: list[ParamSpec], dp_size: int, bucket_size: int | None, rounds: int) -> list[Row]:
+    """A row per policy: seconds to plan, and of the layout its imbalance, padding, buckets and batches."""
+    rows = []
+    for policy in get_args(Policy):
+        layout = plan(specs, dp_size=dp_size, bucket_size=bucket_size, policy=policy)
+        layout.validate()
+        call = {policy: lambda policy=policy: plan(specs, dp_size=dp_size, bucket_size=bucket_size, policy=policy)}
+        seconds = timing.interleave(call, torch.device("cpu"), rounds)[policy].device
+        p20, p50, p80 = timing.quantiles(seconds)
+        rows.append(
+            {
+                "benchmark": "layout",
+                "provider": policy,
+                "batch": len(specs),
+                "accuracy": "exact",
+                "mode": "eager",
+                "status": "measured",
+                "ranks": dp_size,
+                "bucket_size": bucket_size,
+                "rounds": rounds,
+                "p20_ms": p20 * 1e3,
+                "p50_ms": p50 * 1e3,
+                "p80_ms": p80 * 1e3,
+                "imbalance": layout.imbalance,
+                "padding": layout.padding,
+                "buckets": len(layout.buckets),
+                "batches": layout.launches,
+                "max_cost": max(layout.shard_costs),
+            }
+        )
+    return rows

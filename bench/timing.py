@@ -1,0 +1,88 @@
+"""Times of several functions side by side: interleaved, with a cold cache, device and host apart."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+# Written before every call, so that no operand is still in a cache: larger than any L2 or L3 that we know of.
+FLUSH_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
+
+Call = Callable[[], object]
+
+
+class Quantiles(NamedTuple):
+    p20: float
+    p50: float
+    p80: float
+
+
+class Samples(NamedTuple):
+    """Seconds of each round: until the device was done, and until the call returned (the same on a CPU)."""
+
+    device: list[float]
+    host: list[float]
+
+
+def quantiles(samples: Sequence[float]) -> Quantiles:
+    ordered = sorted(samples)
+    p20, p80 = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))
+    return Quantiles(p20, statistics.median(ordered), p80)
+
+
+def paired_ratio(times: Sequence[float], to: Sequence[float]) -> float:
+    """Median of the ratios within each round: what drifts slower than a round drops out of it."""
+    return statistics.median(a / b for a, b in zip(times, to, strict=True))
+
+
+def interleave(calls: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, Samples]:
+    """Time every call once a round, in turn. They must be warm already."""
+    flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
+    samples = {name: Samples([], []) for name in calls}
+    names = list(calls)
+    for number in range(rounds):
+        # Another one goes first each round, so that none always follows the same.
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            flush.fill_(number % 2)
+            seconds = _cuda_seconds(calls[name]) if device.type == "cuda" else _cpu_seconds(calls[name])
+            samples[name].device.append(seconds[0])
+            samples[name].host.append(seconds[1])
+    return samples
+
+
+def _cpu_seconds(call: Call) -> tuple[float, float]:
+    start = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - start
+    return seconds, seconds
+
+
+def _cuda_seconds(call: Call) -> tuple[float, float]:
+    start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    start.record()
+    begun = time.perf_counter()
+    call()
+    host = time.perf_counter() - begun
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3, host
+
+
+def captured(call: Call) -> Call:
+    """The call as a CUDA graph. It must be warm; raises RuntimeError where it cannot be captured."""
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
