@@ -57,9 +57,12 @@ class LayerWiseMuon(MuonWithAuxAdamW):
             options that differ between ranks; in `step` for a parameter that was replaced. Messages name what it is.
 
     Weights that are changed behind the optimizer's back are changed on one rank only, and with master weights not at
-    all: load checkpoints into model and optimizer, or before the first step. `torch.amp.GradScaler` would unscale
-    gradients that are on their way: train in bf16 instead.
+    all: load checkpoints into model and optimizer, or before the first step. Clip with `clip_grad_norm`: gradients may
+    be on their way when the backward ends. For the same reason `torch.amp.GradScaler` is refused: train in bf16.
     """
+
+    # Makes GradScaler tell `step` of its scale, instead of changing gradients that are on their way.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -203,6 +206,8 @@ class LayerWiseMuon(MuonWithAuxAdamW):
         Args:
             closure: recomputes the loss and the gradients; called once, before the update.
         """
+        if hasattr(self, "found_inf"):
+            raise RuntimeError("LayerWiseMuon reduces gradients before a GradScaler could unscale them: train in bf16")
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,7 +48,6 @@ def errors(folder: Path) -> str:
 
 def _work(function: Callable, rank: int, world: int, folder: Path, timeout: float, *arguments) -> None:
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # names that torch 2.13 renamed, in torch's own calls
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -98,7 +99,11 @@ def what_cannot_be(group, folder):
     model = Tiny()
     optimizer = make(model, group)
     refused("fixed", optimizer.add_param_group, {"params": [("more", nn.Parameter(torch.ones(3, 3)))]})
-    refused("cannot be copied", optimizer.__getstate__)
+    refused("cannot be copied", copy.deepcopy, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batch(group.rank(), 0, 0), True)).backward()
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        scaler.step(optimizer)
     refused("capturable", make, Tiny(), group, capturable=True)
     refused("reduce", make, Tiny(), group, reduce="no")
     refused("layout", make, Tiny(), group, layout="no")

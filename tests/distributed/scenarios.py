@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -100,10 +100,22 @@ def fsdp2_few_matrices(group, folder):
     assert_same(model, alone(ThreeMatrices, group, 20))
 
 
-def without_overlap(group, folder):
+def without_overlap_and_channels_last(group, folder):
     model = Tiny()
+    model.conv.to(memory_format=torch.channels_last)
+    strides = model.conv.weight.stride()
     train(model, make(model, group, overlap=False, layout="auto"), group.rank(), range(5))
     assert_same(model, alone(Tiny, group, 5))
+    assert model.conv.weight.stride() == strides
+
+
+def hybrid_sharding(group, folder):
+    """Shards over four ranks, replicas of them on two."""
+    mesh = init_device_mesh("cpu", (2, group.size() // 2), mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(Tiny(), mesh=mesh)
+    optimizer = LayerWiseMuon(model, process_group=group, adamw=ADAMW, **LR)
+    train(model, optimizer, group.rank(), range(5), sometimes=everywhere, max_norm=0.5)
+    assert_same(model, alone(Tiny, group, 5, sometimes=everywhere, max_norm=0.5))
 
 
 def clipping(group, folder):
@@ -218,7 +230,7 @@ def a_second_backward_outside_no_sync_is_refused(group, folder):
 
 EVERY_WORLD = [plain_modules, few_matrices, ddp, fsdp2, fsdp2_few_matrices]
 WORLD_OF_FOUR = [
-    without_overlap,
+    without_overlap_and_channels_last,
     clipping,
     clipping_returns_the_norm_and_changes_no_gradient,
     tied_embedding_by_muon,
@@ -227,3 +239,4 @@ WORLD_OF_FOUR = [
     gradients_set_to_none_and_steps_skipped,
     a_second_backward_outside_no_sync_is_refused,
 ]
+WORLD_OF_EIGHT = [hybrid_sharding]

@@ -20,7 +20,7 @@ WORLD_OF = {
     1: [],
     2: refusals.WORLD_OF_TWO,
     4: [*scenarios.WORLD_OF_FOUR, *traffic.WORLD_OF_FOUR, *parallelism.WORLD_OF_FOUR, *checkpoints.WORLD_OF_FOUR],
-    8: [*traffic.WORLD_OF_EIGHT, checkpoints.resume, checkpoints.resume_sharded],
+    8: [*scenarios.WORLD_OF_EIGHT, *traffic.WORLD_OF_EIGHT, checkpoints.resume, checkpoints.resume_sharded],
 }
 # Of what the world of four has saved
 RESUMED = {1: [checkpoints.resume_alone], 2: [checkpoints.resume, checkpoints.resume_sharded], 4: []}
