@@ -87,7 +87,9 @@ def measure(
     """One row per provider and mode (eager, and on a GPU also as a CUDA graph). Only who passes the gate is timed."""
     generator = torch.Generator(device=device).manual_seed(0)
     source = torch.randn(batch, generator=generator, device=device)
-    floor = roofline.floors(batch, peak, default_precision(device))["newton-schulz"]
+    own = default_precision(device)
+    on_gpu = device.type == "cuda"
+    floor = roofline.floors(batch, peak, own)["newton-schulz"]
     rows: dict[str, Row] = {}
     calls: dict[str, Callable[[], object]] = {}
     by_name = {provider.name: provider for provider in distinct(providers, batch)}
@@ -109,35 +111,31 @@ def measure(
         else:
             calls[name] = call
     samples = {"eager": timing.interleave(calls, device, rounds)} if calls else {}
-    if device.type == "cuda" and calls:
+    if on_gpu and calls:
         graphs = graphed(calls)
         if graphs:
             samples["graph"] = timing.interleave(graphs, device, rounds)
-    timed = []
-    for mode, taken in samples.items():
-        for name, sample in taken.items():
-            provider = by_name[name]
-            p20, p50, p80 = timing.quantiles(sample.device)
-            timed.append(
-                rows[name]
-                | {
-                    "status": "measured",
-                    "mode": mode,
-                    "rounds": rounds,
-                    "p20_ms": p20 * 1e3,
-                    "p50_ms": p50 * 1e3,
-                    "p80_ms": p80 * 1e3,
-                    "host_ms": timing.quantiles(sample.host).p50 * 1e3 if device.type == "cuda" else None,
-                    "tflops_executed": provider.flops(batch) / p50 / 1e12,
-                    "tflops_standard": peers.plain_flops(batch) / p50 / 1e12,
-                    "gb_per_s": peers.plain_bytes(batch, provider.dtype) / p50 / 1e9,
-                    "floor_ms": floor * 1e3,
-                    "roofline_fraction": floor / p50,
-                    "peak": peak.source,
-                }
-                | against_best_peer(name, by_name, taken)
-            )
+    timed = [
+        rows[name]
+        | {"status": "measured", "mode": mode, "rounds": rounds}
+        | speed(by_name[name], batch, sample, device)
+        # A CPU's peak is one of float32: it says nothing about bf16 units.
+        | roofline.against(floor if on_gpu or by_name[name].accuracy == "float32" else None, sample, peak)
+        | against_best_peer(name, by_name, taken)
+        for mode, taken in samples.items()
+        for name, sample in taken.items()
+    ]
     return [*timed, *(row for name, row in rows.items() if name not in calls)]
+
+
+def speed(provider: Provider, batch: Batch, sample: timing.Samples, device: torch.device) -> Row:
+    """Times and rates; bytes are those of the standard iteration, operations also those that were executed."""
+    seconds = timing.quantiles(sample.device).p50
+    return timing.fields(sample, device) | {
+        "tflops_executed": provider.flops(batch) / seconds / 1e12,
+        "tflops_standard": peers.plain_flops(batch) / seconds / 1e12,
+        "gb_per_s": peers.plain_bytes(batch, provider.dtype) / seconds / 1e9,
+    }
 
 
 def distinct(providers: Sequence[Provider], batch: Batch) -> list[Provider]:

@@ -119,12 +119,11 @@ def measure(
         taken = timing.interleave(of_stage, device, rounds) if of_stage else {}
         rivals = [name for name in taken if name != "fused_lw"]
         for name, samples in taken.items():
-            p20, p50, p80 = timing.quantiles(samples.device)
             row = rows[stage, name]
-            row |= {"rounds": rounds, "p20_ms": p20 * 1e3, "p50_ms": p50 * 1e3, "p80_ms": p80 * 1e3}
-            row["host_ms"] = timing.quantiles(samples.host).p50 * 1e3 if device.type == "cuda" else None
-            row["copy_gb_per_s"] = batch.size * batch.r * batch.s * element_bytes[stage] / p50 / 1e9
-            row |= {"floor_ms": floors[stage] * 1e3, "roofline_fraction": floors[stage] / p50, "peak": peak.source}
+            row |= {"rounds": rounds} | timing.fields(samples, device)
+            moved = batch.size * batch.r * batch.s * element_bytes[stage]
+            row["copy_gb_per_s"] = moved / row["p50_ms"] / 1e6
+            row |= roofline.against(floors[stage], samples, peak)
             if name == "fused_lw" and rivals:
                 best = min(rivals, key=lambda rival: timing.quantiles(taken[rival].device).p50)
                 row["best_peer"] = best

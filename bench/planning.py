@@ -51,8 +51,7 @@ def measure(specs: list[ParamSpec], dp_size: int, bucket_size: int | None, round
         layout = plan(specs, dp_size=dp_size, bucket_size=bucket_size, policy=policy)
         layout.validate()
         call = {policy: lambda policy=policy: plan(specs, dp_size=dp_size, bucket_size=bucket_size, policy=policy)}
-        seconds = timing.interleave(call, torch.device("cpu"), rounds)[policy].device
-        p20, p50, p80 = timing.quantiles(seconds)
+        samples = timing.interleave(call, torch.device("cpu"), rounds)[policy]
         rows.append(
             {
                 "benchmark": "layout",
@@ -64,9 +63,7 @@ def measure(specs: list[ParamSpec], dp_size: int, bucket_size: int | None, round
                 "ranks": dp_size,
                 "bucket_size": bucket_size,
                 "rounds": rounds,
-                "p20_ms": p20 * 1e3,
-                "p50_ms": p50 * 1e3,
-                "p80_ms": p80 * 1e3,
+                **timing.fields(samples, torch.device("cpu")),
                 "imbalance": layout.imbalance,
                 "padding": layout.padding,
                 "buckets": len(layout.buckets),

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fused_lw.bench import environment, shapes
+from fused_lw.bench import environment, shapes, timing
 from fused_lw.bench.shapes import Batch
 from fused_lw.kernels import NSRule, schedule, work
 from fused_lw.kernels.newton_schulz import Precision
@@ -116,6 +116,19 @@ def floors(batch: Batch, peak: Peak, precision: Precision) -> dict[Stage, float]
             )
         ),
         "copy-out": elements * copy_out_bytes(workspace) / peak.bandwidth,
+    }
+
+
+def against(floor: float | None, samples: timing.Samples, peak: Peak) -> environment.Row:
+    """The fields of a row that compare it with its floor; empty values where there is none."""
+    seconds = timing.quantiles(samples.device).p50
+    if floor is None:
+        return {"floor_ms": None, "gap_ms": None, "roofline_fraction": None, "peak": None}
+    return {
+        "floor_ms": floor * 1e3,
+        "gap_ms": (seconds - floor) * 1e3,
+        "roofline_fraction": floor / seconds,
+        "peak": peak.source,
     }
 
 

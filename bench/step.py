@@ -114,10 +114,7 @@ def measure(shapes: Sequence[Shape], providers: Sequence[StepProvider], device: 
     taken = timing.interleave(calls, device, rounds) if calls else {}
     by_name = {provider.name: provider for provider in providers}
     for name, samples in taken.items():
-        p20, p50, p80 = timing.quantiles(samples.device)
-        rows[name] |= {"status": "measured", "rounds": rounds}
-        rows[name] |= {"p20_ms": p20 * 1e3, "p50_ms": p50 * 1e3, "p80_ms": p80 * 1e3}
-        rows[name]["host_ms"] = timing.quantiles(samples.host).p50 * 1e3 if device.type == "cuda" else None
+        rows[name] |= {"status": "measured", "rounds": rounds} | timing.fields(samples, device)
         rivals = [n for n in taken if not by_name[n].ours and by_name[n].accuracy == by_name[name].accuracy]
         if by_name[name].ours and rivals:
             best = min(rivals, key=lambda rival: timing.quantiles(taken[rival].device).p50)

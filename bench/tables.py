@@ -20,8 +20,8 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
     """A table for each thing measured, then who was left out and why, then ours against the best peers."""
     console.print(about(rows))
     shown = [row for row in ordered(rows) if row["status"] != "unavailable"]
-    for (name, accuracy), group in groupby(shown, key=lambda row: (subject(row), row["accuracy"])):
-        console.print(_table(f"{name}, {accuracy} class", list(group)))
+    for _, group in groupby(shown, key=heading):
+        console.print(_table(list(group)))
     for reason in dict.fromkeys(f"{r['provider']}: {r['reason']}" for r in rows if r["status"] == "unavailable"):
         console.print(f"not measured: {reason}")
     for line in verdicts(rows):
@@ -29,10 +29,17 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
 
 
 def about(rows: Sequence[Row]) -> str:
-    """The machine and the code of these rows."""
-    first = rows[0]
-    threads = f", {first['threads']} threads" if "threads" in first else f", driver {first['driver']}"
-    return f"{first['device']}{threads}, torch {first['torch']}, revision {first['revision']}, {first['date']}"
+    """The machine of these rows, and the code that was measured."""
+    revisions = ", ".join(dict.fromkeys(f"{row['revision']} of {row['date']}" for row in rows))
+    return f"{machine(rows[0])}, torch {rows[0]['torch']}, revision {revisions}"
+
+
+def machine(row: Row) -> str:
+    """What a time depends on besides the code."""
+    if row["device_type"] == "cuda":
+        return f"{row['device']}, driver {row['driver']}"
+    units = "with" if row["bf16_units"] else "without"
+    return f"{row['device']}, {row['threads']} threads, {units} bf16 units"
 
 
 def subject(row: Row) -> str:
@@ -75,18 +82,31 @@ _COLUMNS: dict[str, tuple[str, str]] = {
 }
 
 
-def _table(name: str, rows: Sequence[Row]) -> Table:
-    """Only the columns that these rows have."""
-    table = Table(title=name, title_justify="left", box=box.SIMPLE_HEAD)
+def heading(row: Row) -> str:
+    """Of the table that a row belongs in: what is measured, and the accuracy class."""
+    return f"{subject(row)}, {row['accuracy']} class"
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """Headings, then a line per row; only the columns that these rows have."""
     columns = {h: c for h, c in _COLUMNS.items() if any(row.get(c[0]) is not None for row in rows)}
-    table.add_column("provider", no_wrap=True)
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+    lines = [["provider", *columns]]
     for row in rows:
-        cells = ["" if row.get(key) is None else form.format(row[key]) for key, form in columns.values()]
-        table.add_row(row["provider"], *cells)
-        if row["status"] == "wrong":
-            table.caption = f"[red]{row['provider']} is wrong: {row['reason']}"
+        written = ["" if row.get(key) is None else form.format(row[key]) for key, form in columns.values()]
+        name = row["provider"] if row["status"] == "measured" else f"{row['provider']} (wrong)"
+        lines.append([name, *written])
+    return lines
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    headings, *lines = cells(rows)
+    table = Table(title=heading(rows[0]), title_justify="left", box=box.SIMPLE_HEAD)
+    for name in headings:
+        table.add_column(name, justify="left" if name == "provider" else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    reasons = [f"{row['provider']} is wrong: {row['reason']}" for row in rows if row["status"] == "wrong"]
+    table.caption = "\n".join(reasons) or None
     return table
 
 

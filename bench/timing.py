@@ -34,6 +34,13 @@ def quantiles(samples: Sequence[float]) -> Quantiles:
     return Quantiles(p20, statistics.median(ordered), p80)
 
 
+def fields(samples: Samples, device: torch.device) -> dict[str, float | None]:
+    """The quantiles as milliseconds under the names that rows have; host time apart only where it differs."""
+    p20, p50, p80 = quantiles(samples.device)
+    host = quantiles(samples.host).p50 * 1e3 if device.type == "cuda" else None
+    return {"p20_ms": p20 * 1e3, "p50_ms": p50 * 1e3, "p80_ms": p80 * 1e3, "host_ms": host}
+
+
 def paired_ratio(times: Sequence[float], to: Sequence[float]) -> float:
     """Median of the ratios within each round: what drifts slower than a round drops out of it."""
     return statistics.median(a / b for a, b in zip(times, to, strict=True))

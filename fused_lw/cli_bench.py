@@ -11,6 +11,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "step": ("fused_lw.bench.step", "whole optimizer steps over a model's matrices"),
     "pack": ("fused_lw.bench.pack", "the copies around Newton-Schulz, packed against torch"),
     "layout": ("fused_lw.bench.planning", "planning time and the layouts of every policy"),
+    "report": ("fused_lw.bench.report", "result files as tables, Markdown and pictures; what became slower"),
     "roofline": ("fused_lw.bench.roofline", "least time of each shape and stage on a device"),
 }
 
