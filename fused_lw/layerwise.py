@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from fused_lw.agreement import agree
@@ -93,6 +94,8 @@ class LayerWiseMuon(MuonWithAuxAdamW):
         try:
             if reduce not in ("scatter", "ddp"):
                 raise ValueError(f"reduce must be 'scatter' or 'ddp', not {reduce!r}")
+            if reduce == "scatter" and isinstance(params, DistributedDataParallel):
+                raise ValueError("DistributedDataParallel reduces gradients itself: pass reduce='ddp'")
             groups, model = named_groups(params, model)
             super().__init__(groups, muon=muon, adamw=adamw)
             self._device = self.param_groups[0]["params"][0].device

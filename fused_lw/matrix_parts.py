@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -134,6 +135,8 @@ class OwnedMatrices:
 
     def step(self, rules: Sequence[MatrixRule], state: State, touched: list[bool], factor: Tensor | None) -> None:
         buffers = self.buffers
+        # Matrices of two ranks must not share the noise of stochastic rounding.
+        rules = [replace(rule, seed=rule.seed + (dist.get_rank(buffers.group) << 32)) for rule in rules]
         buffers.give_gradients(touched, factor)
         if self._exchange is not None:
             buffers.await_reduction(max(buffers.waves))

@@ -22,6 +22,8 @@ from fused_lw.update import Updater, check_scratch
 
 MIN_BUCKET = 40_000_000  # elements, or a million a rank where that is more: Megatron-LM's
 
+_OPTIONS = (bool, int, float, str, tuple, list, torch.dtype, Tensor, type(None))
+
 Groups = Sequence[dict[str, Any]]
 
 
@@ -57,7 +59,8 @@ class Members(NamedTuple):
         facts: dict[str, object] = {"the number of ranks": dist.get_world_size(self.group)}
         for index, group in enumerate(groups):
             for key, value in group.items():
-                if key not in ("params", "param_names"):
+                # Options of torch's and ours; what a trainer adds for itself need not print alike.
+                if key not in ("params", "param_names") and isinstance(value, _OPTIONS):
                     facts[f"{key!r} of group {index}"] = value.tolist() if isinstance(value, Tensor) else value
         for name, param, index in _named(groups):
             if name in self.matrices or name in self.others:

@@ -130,4 +130,19 @@ def a_local_state_dict_restores_this_rank(group, folder):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-WORLD_OF_FOUR = [a_local_state_dict_restores_this_rank, save_on_four]
+def the_state_of_one_process_is_divided(group, folder):
+    expected, model = Tiny(), Tiny()
+    whole = alone(expected)
+    steps(expected, whole, 0)
+    model.load_state_dict(expected.state_dict())
+    optimizer = make(model, group)
+    optimizer.load_state_dict(whole.state_dict())
+    owned = {name for part in optimizer._replicas[0].matrices.buffers.layout.shard(group.rank()) for name in part.names}
+    names = {param: name for name, param in model.named_parameters()}
+    others = {"embed.weight", "norm.weight", *(name for name in names.values() if name.endswith("bias"))}
+    assert {names[param] for param in optimizer.state} == owned | others - {"never.bias"}
+    steps(model, optimizer, STEPS, group.rank(), group.size())
+    assert_same(model, uninterrupted(Tiny))
+
+
+WORLD_OF_FOUR = [the_state_of_one_process_is_divided, a_local_state_dict_restores_this_rank, save_on_four]

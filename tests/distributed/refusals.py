@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fused_lw import LayerWiseMuon
 from fused_lw.layout import plan
@@ -106,6 +107,7 @@ def what_cannot_be(group, folder):
         scaler.step(optimizer)
     refused("capturable", make, Tiny(), group, capturable=True)
     refused("reduce", make, Tiny(), group, reduce="no")
+    refused("reduce='ddp'", LayerWiseMuon, DistributedDataParallel(Tiny(), process_group=group), process_group=group)
     refused("layout", make, Tiny(), group, layout="no")
 
 

@@ -175,6 +175,19 @@ def half_precision(group, folder):
     assert owned == len(model.layers) // group.size()
 
 
+def stochastic_rounding_differs_between_ranks(group, folder):
+    """Equal matrices with equal gradients, each on a rank of its own."""
+    weights = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    params = [(f"matrix{index}", nn.Parameter(weights.clone())) for index in range(group.size())]
+    optimizer = LayerWiseMuon(params, process_group=group, rounding="stochastic", lr=0.01)
+    for _, param in params:
+        param.grad = torch.eye(8)
+    optimizer.step()
+    after = [param.detach() for _, param in params]
+    assert all((a - weights).any() for a in after)
+    assert not any(torch.equal(after[0], other) for other in after[1:])
+
+
 def state_is_that_of_owned_matrices(group, folder):
     model = EqualMatrices(torch.bfloat16)
     optimizer = make(model, group, master_weights=True)
@@ -235,6 +248,7 @@ WORLD_OF_FOUR = [
     clipping_returns_the_norm_and_changes_no_gradient,
     tied_embedding_by_muon,
     half_precision,
+    stochastic_rounding_differs_between_ranks,
     state_is_that_of_owned_matrices,
     gradients_set_to_none_and_steps_skipped,
     a_second_backward_outside_no_sync_is_refused,
