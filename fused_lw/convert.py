@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fused_lw.aux_adamw import MuonWithAuxAdamW
+from fused_lw.kernels.newton_schulz import ALGORITHMS
 from fused_lw.muon import Muon
 from fused_lw.replace import rule_in
 from fused_lw.rules import StepRule, rule_named, rule_names, rule_of
@@ -19,9 +20,12 @@ class _Format(NamedTuple):
     ema: bool  # m <- mu m + (1 - mu) g, otherwise m <- mu m + g
     key: str  # of the momentum in a parameter's state
     option: str  # of its coefficient in a group
+    flag: str | None = None  # key in a parameter's state that says whether it is Muon's
 
 
 _OURS = _Format(True, "momentum_buffer", "momentum")
+# Dion's groups say by this option what steps them; in ours it chooses between the forms of the iteration.
+_MUON_ALGORITHMS = ("muon", *ALGORITHMS)
 
 
 def convert_state(
@@ -60,20 +64,26 @@ def convert_state(
 
     state = {key: dict(entries) for key, entries in given["state"].items()}
     for group in given["param_groups"]:
-        if group.get("use_muon", True) and group.get("algorithm", "muon") == "muon":
-            for param in group["params"]:
-                if from_format.key in state.get(param, {}):
-                    momentum = state[param].pop(from_format.key)
-                    state[param][to_format.key] = momentum * _factor(from_format, to_format, group)
+        steps_muon = group.get("use_muon", True) and group.get("algorithm", "muon") in _MUON_ALGORITHMS
+        for param in group["params"]:
+            entries = state.get(param, {})
+            is_muon = entries.pop(from_format.flag, steps_muon) if from_format.flag else steps_muon
+            if is_muon and from_format.key in entries:
+                momentum = entries.pop(from_format.key)
+                entries[to_format.key] = momentum * _factor(from_format, to_format, group)
+            if to_format.flag:
+                state[param] = {to_format.flag: bool(is_muon), **entries}
+            elif param in state and not entries:  # it held the flag only; torch asks "is there a state?"
+                del state[param]
     if not isinstance(to, Optimizer):
         return {**given, "state": state, "param_groups": [dict(group) for group in given["param_groups"]]}
-    return _for_groups_of(to, given["param_groups"], state, to_format.key)
+    return _for_groups_of(to, given["param_groups"], state, to_format)
 
 
 def _for_groups_of(
-    target: Optimizer, groups: list[dict[str, Any]], state: dict[Hashable, dict[str, Any]], key: str
+    target: Optimizer, groups: list[dict[str, Any]], state: dict[Hashable, dict[str, Any]], target_format: _Format
 ) -> dict[str, Any]:
-    """Under the numbers that the target gives its parameters, with its options."""
+    """Under the numbers that the target gives its parameters, with its options and flags."""
     empty = target.state_dict()
     theirs, ours = list(_named_params(groups)), list(_named_params(empty["param_groups"]))
     if len(theirs) != len(ours):
@@ -90,7 +100,9 @@ def _for_groups_of(
         entries = state.get(old)
         if entries is None:
             continue
-        momentum = entries.get(key)
+        if target_format.flag and target_format.flag in (own := empty["state"].get(number, {})):
+            entries = {**entries, target_format.flag: own[target_format.flag]}
+        momentum = entries.get(target_format.key)
         if isinstance(momentum, Tensor) and momentum.shape != param.shape:
             raise ValueError(
                 f"{name or f'parameter {number}'} has shape {tuple(param.shape)} and its momentum "
@@ -132,7 +144,7 @@ def _named(kind: str) -> _Format:
 
 
 def _format(rule: type[StepRule]) -> _Format:
-    return _Format(rule.ema, rule.state_key, rule.momentum_option)
+    return _Format(rule.ema, rule.state_key, rule.momentum_option, rule.state_flag)
 
 
 def _kinds() -> str:

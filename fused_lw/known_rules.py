@@ -123,6 +123,7 @@ class Moonlight(StepRule):
     name = "moonlight"
     options = frozenset({"lr", "wd", "momentum", "nesterov", "ns_steps", "adamw_betas", "adamw_eps"})
     ema = False
+    state_flag = "use_muon"
 
     def group_rule(self, optimizer: Optimizer, group: dict[str, Any]) -> MatrixRule:
         _require(optimizer, group, "lr", "wd", "momentum", "nesterov", "ns_steps")

@@ -43,6 +43,7 @@ class StepRule:
             anything. None checks nothing.
         ema, state_key, momentum_option: the momentum's convention, its key in the state, and the group's key for its
             coefficient, for `convert_state`.
+        state_flag: the key in a parameter's state that says whether Muon steps it, where that is kept there.
     """
 
     name: ClassVar[str]
@@ -50,6 +51,7 @@ class StepRule:
     ema: ClassVar[bool] = True
     state_key: ClassVar[str] = "momentum_buffer"
     momentum_option: ClassVar[str] = "momentum"
+    state_flag: ClassVar[str | None] = None
 
     def __init__(self, optimizer: Optimizer) -> None:
         if self.options is not None:

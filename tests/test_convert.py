@@ -9,6 +9,7 @@ import torch
 
 import fused_lw
 from fused_lw import convert_state
+from fused_lw.rules import rule_names
 from tests import optimizers
 from tests.optimizers import MODULES
 
@@ -44,6 +45,15 @@ def emerging(params):
 
 def emerging_replaced(params):
     return fused_lw.replace_step(emerging(params))
+
+
+def aux(params):
+    groups = [{"params": params, "use_muon": True}, {"params": [torch.nn.Parameter(torch.ones(4))], "use_muon": False}]
+    return fused_lw.MuonWithAuxAdamW(groups, muon={"momentum": MU})
+
+
+def moonlight(params, adamw_params=None):
+    return MODULES["toy_train"].Muon(muon_params=params, momentum=MU, adamw_params=adamw_params)
 
 
 def train(optimizer, steps: int, first: int = 0) -> None:
@@ -90,6 +100,48 @@ def test_a_named_kind_converts_the_momenta_and_nothing_else():
     back = convert_state(converted, "dion", came_from="fused_lw")
     assert back["state"][0].keys() == {"momentum"}
     torch.testing.assert_close(back["state"][0]["momentum"], momentum)
+
+
+@pytest.mark.parametrize("kind", ["fused_lw", *rule_names()])
+@pytest.mark.parametrize("algorithm", ["auto", "standard", "gram"])
+@pytest.mark.parametrize("make", [ours, aux])
+def test_from_ours_to_every_kind_and_back(make, algorithm, kind):
+    params = make_params()
+    first = make(params)
+    first.param_groups[0]["algorithm"] = algorithm
+    train(first, 3)
+    source = first.state_dict()["state"]
+    there = convert_state(first, kind)
+    key, factor = ("momentum_buffer", 1.0) if kind == "fused_lw" else _key_and_factor(kind)
+    for number in range(len(SHAPES)):
+        assert there["state"][number].keys() == {key, *(["use_muon"] if kind == "moonlight" else [])}
+        torch.testing.assert_close(there["state"][number][key], source[number]["momentum_buffer"] * factor)
+    back = convert_state(there, first, came_from=kind)
+    assert back["state"].keys() == source.keys()
+    for number, entries in source.items():
+        torch.testing.assert_close(back["state"][number], entries)
+    assert back["param_groups"] == first.state_dict()["param_groups"]
+
+
+def _key_and_factor(kind: str) -> tuple[str, float]:
+    return {"dion": ("momentum", 1 / (1 - MU)), "moonlight": ("momentum_buffer", 1 / (1 - MU))}.get(
+        kind, ("momentum_buffer", 1.0)
+    )
+
+
+def test_moonlight_keeps_the_flags_of_its_parameters():
+    params, others = make_params(), [torch.nn.Parameter(torch.ones(4))]
+    source = aux(params)
+    train(source, 2)
+    target = moonlight(params, others)
+    target.load_state_dict(convert_state(source, target))
+    assert [target.state[param]["use_muon"] for param in params + others] == [True, True, True, False]
+    for param in params:
+        expected = source.state[param]["momentum_buffer"] / (1 - MU)
+        torch.testing.assert_close(target.state[param]["momentum_buffer"], expected)
+    # One that was never stepped is nothing but its flag, which means nothing elsewhere.
+    assert convert_state(moonlight(params), "fused_lw")["state"] == {}
+    assert convert_state(moonlight(params, others), "moonlight")["state"][3] == {"use_muon": False}
 
 
 def test_groups_with_another_algorithm_are_passed_on():
