@@ -76,7 +76,8 @@ class OwnedMatrices:
         self._updater = updater
         self._rule_of = [rule_of[name] for name in self.names]
         specs = buffers.layout.params
-        self._sharded = [index for index in buffers.owned if specs[index].gtp_size > 1]
+        sharded = [index for index in buffers.owned if specs[index].gtp_size > 1]
+        self._sharded = {index: position for position, index in enumerate(sharded)}
         self._groups: list[dict[str, Any]] = [{"params": [], "param_names": []} for _ in range(rules)]
         self._wave_of: dict[int, int] = {}  # by id of what is owned
         for index, owned in buffers.owned.items():
@@ -86,7 +87,7 @@ class OwnedMatrices:
                 self._wave_of[id(owned)] = buffers.waves[buffers.layout.slots[index].bucket]
         self._exchange: RowExchange | None = None
         if self._sharded and gtp_group is not None:
-            sharded = [
+            matrices = [
                 RowSharded(
                     specs[i].name,
                     specs[i].full_shape,
@@ -97,7 +98,7 @@ class OwnedMatrices:
             ]
             self._gtp_rank = dist.get_rank(gtp_group)
             self._exchange = RowExchange(
-                sharded, gtp_group, buffers.flat, rules, updater.backend, updater.max_scratch_bytes
+                matrices, gtp_group, buffers.flat, rules, updater.backend, updater.max_scratch_bytes
             )
 
     def owns(self, index: int) -> bool:
@@ -159,7 +160,7 @@ class OwnedMatrices:
 
     def _local(self, index: int, state: State, rules: Sequence[MatrixRule]) -> Local:
         assert self._exchange is not None
-        start, end = self._exchange.matrices[self._sharded.index(index)].bounds[self._gtp_rank]
+        start, end = self._exchange.matrices[self._sharded[index]].bounds[self._gtp_rank]
         owned, entry = self.buffers.owned[index], state[self.params[index]]
         tensors = (owned, owned.grad, entry[rules[self._rule_of[index]].state_key], entry.get("master_param"))
         param, grad, momentum, master = (None if t is None else t.view(-1)[: end - start] for t in tensors)

@@ -36,7 +36,8 @@ def named_groups(
             groups = [{"params": groups}]
     model = None if model is None else unwrapped(model)
     names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
-    seen: dict[int, str] = {}
+    seen: set[int] = set()
+    seen_names: set[str] = set()
     named = []
     for index, group in enumerate(groups):
         listed = group["params"]
@@ -50,9 +51,10 @@ def named_groups(
                     f"parameter {position} of group {index}, of shape {tuple(param.shape)}, has no name, by which "
                     "ranks and checkpoints know it: pass (name, parameter) pairs or model="
                 )
-            if id(param) in seen or name in seen.values():
+            if id(param) in seen or name in seen_names:
                 raise ValueError(f"{name} of shape {tuple(param.shape)} is in the groups twice")
-            seen[id(param)] = name
+            seen.add(id(param))
+            seen_names.add(name)
             if param.requires_grad:
                 pairs.append((name, param))
         if pairs:

@@ -123,9 +123,9 @@ class RowExchange:
             for rule in rules
         ]
         state: dict[Tensor, dict[str, Any]] = {}
-        for index, update in self._updates.items():
-            update.zero_()
-            update.grad = self._inputs[index].view(update.shape) if index in stepped else None
+        for index in set(self._owned).intersection(stepped):
+            update = self._updates[index].zero_()
+            update.grad = self._inputs[index].view(update.shape)
             state[update] = {bare[0].state_key: update.grad}
         self._updater(collect_work(self._groups, bare, state, self._updater), bare)
         for update in self._updates.values():
@@ -139,14 +139,17 @@ class RowExchange:
         To owners, `values` are this rank's part of every matrix; back from them, the whole of every owned one.
         """
         world = range(dist.get_world_size(self.group))
-        mine = [index for index in stepped if self.owners[index] == self._rank]
+        owned: list[list[int]] = [[] for _ in world]
+        for index in stepped:
+            owned[self.owners[index]].append(index)
+        mine = owned[self._rank]
         bounds = [matrix.bounds for matrix in self.matrices]
         if to_owners:
-            outgoing = [[values[i] for i in stepped if self.owners[i] == rank] for rank in world]
+            outgoing = [[values[i] for i in owned[rank]] for rank in world]
             incoming = [(rank, i, bounds[i][rank]) for rank in world for i in mine]
         else:
             outgoing = [[values[i][slice(*bounds[i][rank])] for i in mine] for rank in world]
-            incoming = [(rank, i, bounds[i][self._rank]) for rank in world for i in stepped if self.owners[i] == rank]
+            incoming = [(rank, i, bounds[i][self._rank]) for rank in world for i in owned[rank]]
         sizes = [end - start for _, _, (start, end) in incoming]
         per_rank = [0 for _ in world]
         for (rank, _, _), size in zip(incoming, sizes, strict=True):
