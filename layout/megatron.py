@@ -82,10 +82,14 @@ class _Estimate:
 
 def _place_by_cost(problem: Problem, items: Sequence[int], loads: NDArray[Any]) -> list[list[int]]:
     """Place one bucket; `loads` [dp_size] is the compute of all buckets so far and is updated."""
+    shards: list[list[int]] = [[] for _ in range(problem.dp_size)]
+    if problem.specs[items[0]].shared_embedding:  # alone in its bucket, and in shard 0 whatever that has to do
+        loads[0] += problem.costs[items[0]]
+        shards[0].append(items[0])
+        return shards
     cursors = np.zeros(problem.dp_size, dtype=np.int64)
     # Kept in floating point as published: the comparison below must round as it does there.
     limit = sum(problem.numels[i] for i in items) / problem.dp_size * (1 + problem.numel_slack)
-    shards: list[list[int]] = [[] for _ in range(problem.dp_size)]
     for item in sorted(items, key=lambda i: -problem.costs[i]):
         ends = -(-cursors // ALIGNMENT) * ALIGNMENT + problem.numels[item]
         fitting = np.flatnonzero(ends <= limit)

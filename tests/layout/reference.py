@@ -47,6 +47,8 @@ def megatron_again(
         spots = []
         for spec in sorted(chunk, key=ns_cost, reverse=True):  # sorted keeps the order of equals, reversed or not
             fits = [s for s in range(dp_size) if up(cursors[s], 64) + spec.numel <= total / dp_size * (1 + slack)]
+            if spec.shared_embedding:
+                fits = [0]
             shard = min(fits, key=lambda s: loads[s]) if fits else min(range(dp_size), key=lambda s: cursors[s])
             start = up(cursors[shard], 64)
             cursors[shard] = start + spec.numel

@@ -69,7 +69,7 @@ def test_second_formulation(seed: int) -> None:
     params = random_params(rng)
     dp_size = rng.choice([1, 2, 3, 4, 6, 8, 16])
     bucket_size = rng.choice([None, 1, 500, 5000, 50000])
-    slack = rng.choice([0.0, 0.3, 1.0])
+    slack = rng.choice([0.0, 0.3, 1.0, 20.0])
     wide = rng.random() < 0.1
     layout = plan(
         params, dp_size=dp_size, bucket_size=bucket_size, policy="megatron", numel_slack=slack, high_nccl_busbw=wide
@@ -78,6 +78,17 @@ def test_second_formulation(seed: int) -> None:
     assert {name: tuple(slot) for name, slot in layout.placements.items()} == placements
     assert [tuple(bucket) for bucket in layout.buckets] == buckets
     layout.validate()
+
+
+@pytest.mark.parametrize("policy", ["megatron", "balanced", "numel"])
+@pytest.mark.parametrize("bucket_size", [None, 4096])
+def test_a_shared_embedding_is_in_shard_0_whatever_the_slack(policy: Any, bucket_size: int | None) -> None:
+    # With this much slack the embedding fits into any shard, and shard 0 has more to do than the others.
+    params = [ParamSpec("emb", (64, 64), shared_embedding=True), *(ParamSpec(f"w{i}", (64, 64)) for i in range(4))]
+    for dp_size in (2, 3):
+        layout = plan(params, dp_size=dp_size, bucket_size=bucket_size, numel_slack=dp_size - 1.0, policy=policy)
+        layout.validate()
+        assert layout.placements["emb"].shard == 0
 
 
 def test_costs_beyond_64_bits() -> None:
