@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_lw import nvtx
 from fused_lw.kernels import pack_reference
 from fused_lw.kernels.device import Backend, ResolvedBackend, resolve_backend
 from fused_lw.kernels.newton_schulz import NSRule, Precision, Problem, prepare, scratch_nbytes
@@ -87,10 +88,11 @@ class _Chunk(NamedTuple):
 
     pack: Pack
     members: list[tuple[PackedMatrix, int, Block]]  # with the index of its Work
-    orthogonalize: Callable[[], list[Tensor]]
+    orthogonalize: Callable[[], list[Tensor | None]]
     backend: ResolvedBackend
     hyper: Tensor  # [groups, 3] float64: lr, weight decay, steps done
     wave: int
+    label: str  # of the range around orthogonalize
 
 
 class Updater:
@@ -123,6 +125,12 @@ class Updater:
         `before_wave` is called with the number of each wave that has work here, in rising order, when everything
         of the waves before it has been written (on a GPU: enqueued) and before its own gradients are read.
         """
+        with nvtx.step():
+            self._step(work, rules, before_wave)
+
+    def _step(
+        self, work: Sequence[Work], rules: Sequence[MatrixRule], before_wave: Callable[[int], None] | None
+    ) -> None:
         signature = _signature(work, rules)
         if signature != self._signature:
             self._signature = None  # so that a failure leaves nothing half described
@@ -138,8 +146,12 @@ class Updater:
             for matrix, index, block in chunk.members:
                 matrix.grad = work[index].view.locate(work[index].grad, block)
             pack = _pack_module(chunk.backend)
-            pack.copy_in(chunk.pack)
-            pack.copy_out(chunk.pack, chunk.orthogonalize(), chunk.hyper)
+            with nvtx.span("fused_lw/pack"):
+                pack.copy_in(chunk.pack)
+            with nvtx.span(chunk.label):
+                factors = chunk.orthogonalize()
+            with nvtx.span("fused_lw/unpack"):
+                pack.copy_out(chunk.pack, factors, chunk.hyper)
             for matrix, _, _ in chunk.members:
                 matrix.grad = None  # or zero_grad(set_to_none=True) would free nothing
 
@@ -192,8 +204,12 @@ class Updater:
             groups.append(PackedGroup(matrices, workspace, norms[0], scale))
         problems = [Problem(group.workspace, group.sq_norm, group.scale) for group in groups]
         backend = resolve_backend(self.backend, hyper.device)
-        orthogonalize = prepare(problems, ns, backend=backend, scratch=scratch[arena.nbytes :])
-        return _Chunk(Pack(groups), located, orthogonalize, backend, hyper, wave)
+        updates = [_pack_module(backend).fused_update(group, hyper) for group in groups]
+        orthogonalize = prepare(problems, ns, backend=backend, scratch=scratch[arena.nbytes :], updates=updates)
+        shapes = {_oriented(same[0][1]) for same in members}
+        algorithms = {ns.resolve_algorithm(r, s, backend) for r, s in shapes}
+        label = f"fused_lw/ns/{'+'.join(sorted(algorithms))}"
+        return _Chunk(Pack(groups), located, orthogonalize, backend, hyper, wave, label)
 
 
 class _Hyper:

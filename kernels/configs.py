@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["symmetric", "general", "reduce", "onchip"]
-KINDS: tuple[Kind, ...] = ("symmetric", "general", "reduce", "onchip")
+Kind = Literal["symmetric", "general", "update", "reduce", "onchip"]
+KINDS: tuple[Kind, ...] = ("symmetric", "general", "update", "reduce", "onchip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,10 @@ _REDUCE = ProductConfig(64, 64, 16, num_warps=4, num_stages=2, programs_per_sm=4
 INTERPRETER: dict[tuple[Kind, int], ProductConfig] = {
     ("symmetric", 2): ProductConfig(32, 32, 32, group=2, num_warps=4, programs_per_sm=3),
     ("general", 2): ProductConfig(32, 64, 32, group=2, num_warps=4, programs_per_sm=3),
+    ("update", 2): ProductConfig(32, 64, 32, group=2, num_warps=4, programs_per_sm=3),
     ("symmetric", 4): ProductConfig(32, 32, 32, group=2, num_warps=4, programs_per_sm=3),
     ("general", 4): ProductConfig(32, 64, 32, group=2, num_warps=4, programs_per_sm=3),
+    ("update", 4): ProductConfig(32, 64, 32, group=2, num_warps=4, programs_per_sm=3),
     ("reduce", 4): ProductConfig(32, 32, 16, num_warps=4, programs_per_sm=3),
     ("onchip", 2): ProductConfig(64, 64, 64, num_warps=4, programs_per_sm=3),
 }
@@ -67,8 +69,10 @@ def _pointers(
     return {
         ("symmetric", 2): ProductConfig(128, 128, block_k, num_stages=num_stages),
         ("general", 2): ProductConfig(128, 128, block_k, num_stages=num_stages),
+        ("update", 2): ProductConfig(64, 64, block_k, num_warps=4, num_stages=num_stages),
         ("symmetric", 4): ProductConfig(64, 64, 32, num_warps=4, num_stages=num_stages, precision=precision),
         ("general", 4): ProductConfig(64, 64, 32, num_warps=4, num_stages=num_stages, precision=precision),
+        ("update", 4): ProductConfig(64, 64, 32, num_warps=4, num_stages=num_stages, precision=precision),
         ("reduce", 4): _REDUCE,
         ("onchip", 2): ProductConfig(64, 64, 64, num_warps=onchip_warps, num_stages=2),
     }
@@ -80,8 +84,11 @@ def _descriptors(num_stages: int, onchip_warps: int) -> dict[tuple[Kind, int], P
     return {
         ("symmetric", 2): ProductConfig(128, 128, 64, num_stages=4, tma=True),
         ("general", 2): ProductConfig(128, 256, 64, num_stages=num_stages, tma=True),
+        # The parameters' tile lies in registers beside the sums, so the tile is half as large.
+        ("update", 2): ProductConfig(128, 128, 64, num_stages=4, tma=True),
         ("symmetric", 4): fp32,
         ("general", 4): fp32,
+        ("update", 4): fp32,
         ("reduce", 4): _REDUCE,
         ("onchip", 2): ProductConfig(64, 64, 64, num_warps=onchip_warps, tma=True, programs_per_sm=2),
     }

@@ -12,6 +12,11 @@ import triton
 import triton.language as tl
 
 from fused_lw.kernels import table as _table
+from fused_lw.kernels.pack_kernels import COLS as PARAM_COLS
+from fused_lw.kernels.pack_kernels import FIELDS as PACK_FIELDS
+from fused_lw.kernels.pack_kernels import ROWS as PARAM_ROWS
+from fused_lw.kernels.pack_kernels import apply_update
+from fused_lw.kernels.rounding import cast
 
 FIRST_TILE = tl.constexpr(_table.FIRST_TILE)
 MATRIX_TILES = tl.constexpr(_table.MATRIX_TILES)
@@ -33,6 +38,9 @@ SCALE = tl.constexpr(_table.SCALE)
 EPS = tl.constexpr(_table.EPS)
 EPS_IS_ADDED = tl.constexpr(_table.EPS_IS_ADDED)
 NORM_FACTOR = tl.constexpr(_table.NORM_FACTOR)
+UPDATE_ROWS = tl.constexpr(_table.UPDATE_ROWS)
+UPDATE_RULES = tl.constexpr(_table.UPDATE_RULES)
+UPDATE_HYPER = tl.constexpr(_table.UPDATE_HYPER)
 FIELDS = tl.constexpr(_table.FIELDS)
 
 
@@ -133,17 +141,6 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def _cast(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Round fp32 to nearest even."""
-    if INTERPRET and tl.bfloat16 == DTYPE:
-        # The interpreter truncates.
-        bits = x.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    return x.to(DTYPE)
 
 
 @triton.jit
@@ -261,7 +258,7 @@ def _store_mirrored(
     """Store lower tile (i, j) of matrix b and, off the diagonal, its mirror image."""
     top = i * TILE
     left = j * TILE
-    result = _cast(acc, DTYPE, INTERPRET)
+    result = cast(acc, DTYPE, INTERPRET)
     mirror = result.T
     if i == j:
         m = tl.arange(0, TILE)
@@ -331,6 +328,54 @@ def symmetric_kernel(
             _store_mirrored(row + OUT, acc, b, r, out_stride, i, j, OUT_DTYPE, TILE, INTERPRET)
 
 
+@triton.jit
+def _general_tile(
+    row,
+    b,
+    i,
+    j,
+    IN: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Tile (i, j) of matrix b of one problem: sigma (alpha L X + beta X), rounded."""
+    r = tl.load(row + ROWS).to(tl.int32)
+    s = tl.load(row + COLUMNS).to(tl.int32)
+    left_stride = _stride(row + LEFT_STRIDE, IN)
+    right_stride = _stride(row + RIGHT_STRIDE, IN)
+    L = _matrix(row + LEFT, IN, b * r * left_stride)
+    X = _matrix(row + RIGHT, IN, b * r * right_stride)
+    acc = _rows_by_columns(
+        L, X, r, s, left_stride, right_stride, i, j, TILE_M, TILE_N, BLOCK_K, TMA, PRECISION, INTERPRET
+    )
+    acc *= _float(row + ALPHA)
+    beta = _float(row + BETA)
+    if beta != 0.0:
+        # Masks reach to the end of the padded row, so that loads and stores stay 16 bytes wide.
+        top = i * TILE_M
+        left = j * TILE_N
+        offsets, mask = _tile_of(r - top, right_stride - left, right_stride, TILE_M, TILE_N)
+        tile = _matrix(row + RIGHT, IN, (b * r + top) * right_stride + left)
+        acc += beta * tl.load(tile + offsets, mask=mask, other=0.0).to(tl.float32)
+    return cast(acc * _sigma(row, b), OUT_DTYPE, INTERPRET)
+
+
+@triton.jit
+def _general_place(row, t, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
+    """Matrix and tile of a problem that tile t of the launch is."""
+    r = tl.load(row + ROWS).to(tl.int32)
+    s = tl.load(row + COLUMNS).to(tl.int32)
+    matrix_tiles = tl.load(row + MATRIX_TILES).to(tl.int32)
+    t_of_problem = t - tl.load(row + FIRST_TILE).to(tl.int32)
+    i, j = _grouped_tile(t_of_problem % matrix_tiles, tl.cdiv(r, TILE_M), tl.cdiv(s, TILE_N), GROUP)
+    return (t_of_problem // matrix_tiles).to(tl.int64), i, j
+
+
 @triton.jit(do_not_specialize=["total_tiles"])
 def general_kernel(
     table,  # [problems + 1, FIELDS] int64
@@ -350,35 +395,55 @@ def general_kernel(
     for t in range(tl.program_id(0), total_tiles, tl.num_programs(0)):
         while tl.load(row + FIELDS + FIRST_TILE) <= t:
             row += FIELDS
+        b, i, j = _general_place(row, t, TILE_M, TILE_N, GROUP)
+        result = _general_tile(row, b, i, j, IN, OUT_DTYPE, TILE_M, TILE_N, BLOCK_K, TMA, PRECISION, INTERPRET)
         r = tl.load(row + ROWS).to(tl.int32)
-        s = tl.load(row + COLUMNS).to(tl.int32)
-        left_stride = _stride(row + LEFT_STRIDE, IN)
-        right_stride = _stride(row + RIGHT_STRIDE, IN)
         out_stride = _stride(row + OUT_STRIDE, OUT_DTYPE)
-        matrix_tiles = tl.load(row + MATRIX_TILES).to(tl.int32)
-        t_of_problem = t - tl.load(row + FIRST_TILE).to(tl.int32)
-        b = (t_of_problem // matrix_tiles).to(tl.int64)
-        i, j = _grouped_tile(t_of_problem % matrix_tiles, tl.cdiv(r, TILE_M), tl.cdiv(s, TILE_N), GROUP)
-
-        L = _matrix(row + LEFT, IN, b * r * left_stride)
-        X = _matrix(row + RIGHT, IN, b * r * right_stride)
-        acc = _rows_by_columns(
-            L, X, r, s, left_stride, right_stride, i, j, TILE_M, TILE_N, BLOCK_K, TMA, PRECISION, INTERPRET
-        )
-
-        acc *= _float(row + ALPHA)
         top = i * TILE_M
         left = j * TILE_N
-        corner = b * r + top
-        beta = _float(row + BETA)
-        if beta != 0.0:
-            # Masks reach to the end of the padded row, so that loads and stores stay 16 bytes wide.
-            offsets, mask = _tile_of(r - top, right_stride - left, right_stride, TILE_M, TILE_N)
-            tile = _matrix(row + RIGHT, IN, corner * right_stride + left)
-            acc += beta * tl.load(tile + offsets, mask=mask, other=0.0).to(tl.float32)
-        result = _cast(acc * _sigma(row, b), OUT_DTYPE, INTERPRET)
         offsets, mask = _tile_of(r - top, out_stride - left, out_stride, TILE_M, TILE_N)
-        tl.store(_matrix(row + OUT, OUT_DTYPE, corner * out_stride + left) + offsets, result, mask=mask)
+        tl.store(_matrix(row + OUT, OUT_DTYPE, (b * r + top) * out_stride + left) + offsets, result, mask=mask)
+
+
+@triton.jit(do_not_specialize=["total_tiles"])
+def update_kernel(
+    table,  # [problems + 1, FIELDS] int64
+    total_tiles,
+    IN: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """As `general_kernel`, but what would be stored updates the parameters and never reaches memory."""
+    row = table
+    for t in range(tl.program_id(0), total_tiles, tl.num_programs(0)):
+        while tl.load(row + FIELDS + FIRST_TILE) <= t:
+            row += FIELDS
+        b, i, j = _general_place(row, t, TILE_M, TILE_N, GROUP)
+        factor = _general_tile(row, b, i, j, IN, OUT_DTYPE, TILE_M, TILE_N, BLOCK_K, TMA, PRECISION, INTERPRET)
+        rules = tl.load(row + UPDATE_RULES).to(tl.pointer_type(tl.float64))
+        hyper = tl.load(row + UPDATE_HYPER).to(tl.pointer_type(tl.float64))
+        param = tl.load(row + UPDATE_ROWS).to(tl.pointer_type(tl.int64)) + b * PACK_FIELDS
+        m = (i * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
+        n = (j * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+        # Turned back to the parameter's orientation.
+        if tl.load(param + PARAM_ROWS) > tl.load(param + PARAM_COLS):
+            o = tl.trans(factor).to(tl.float32)
+            apply_update(
+                o, rules, hyper, b, param, n[:, None], m[None, :], PARAM_DTYPE, False, STOCHASTIC, INTERPRET, True
+            )
+        else:
+            o = factor.to(tl.float32)
+            apply_update(
+                o, rules, hyper, b, param, m[:, None], n[None, :], PARAM_DTYPE, False, STOCHASTIC, INTERPRET, True
+            )
 
 
 @triton.jit(do_not_specialize=["total_tiles"])

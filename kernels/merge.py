@@ -22,11 +22,15 @@ class LaunchKey:
     kind: Kind
     operands: torch.dtype
     out: torch.dtype
+    update: tuple[torch.dtype, bool] | None = None  # of the parameters: dtype, whether rounded stochastically
 
 
 def key_of(product: Product) -> LaunchKey:
     if isinstance(product, General):
-        return LaunchKey("general", product.X.dtype, product.out.dtype)
+        update = product.update
+        if update is None:
+            return LaunchKey("general", product.X.dtype, product.out.dtype)
+        return LaunchKey("update", product.X.dtype, product.out.dtype, (update.param, update.stochastic))
     if isinstance(product, Reduce):
         return LaunchKey("reduce", product.partials.dtype, product.out.dtype)
     if isinstance(product, OnChip):

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -20,7 +20,7 @@ from fused_lw.kernels import reference
 from fused_lw.kernels.coefficients import Coefficients, Triple
 from fused_lw.kernels.device import Backend, ResolvedBackend, resolve_backend
 from fused_lw.kernels.iteration import ONCHIP_MAX_ROWS, ONCHIP_MAX_STEPS, Algorithm, gram, onchip, splits_of, standard
-from fused_lw.kernels.products import Arena, General, InputNorm, Stage, Symmetric, row_stride
+from fused_lw.kernels.products import Arena, General, InputNorm, Stage, Symmetric, Update, row_stride
 
 Precision = Literal["fp32", "bf16", "fp16", "mixed"]
 
@@ -195,7 +195,8 @@ def orthogonalize(
     Raises:
         ValueError: an X of the wrong dtype or layout, or too little scratch.
     """
-    return prepare(problems, rule, backend=backend, scratch=scratch)()
+    results = prepare(problems, rule, backend=backend, scratch=scratch)()
+    return [result for result in results if result is not None]
 
 
 def prepare(
@@ -204,11 +205,13 @@ def prepare(
     *,
     backend: ResolvedBackend,
     scratch: Tensor,  # [n] uint8, as `orthogonalize` takes it
-) -> Callable[[], list[Tensor]]:
+    updates: Sequence[Update | None] | None = None,
+) -> Callable[[], list[Tensor | None]]:
     """Check and describe what `orthogonalize` would run, once.
 
     Each call of what is returned orthogonalizes what then lies in the problems' X and returns the results, always
-    the same tensors; it copies nothing to the device and waits for nothing.
+    the same tensors; it copies nothing to the device and waits for nothing. A problem with an update (Triton only)
+    ends by updating its parameters and has no result, unless it runs on chip, whose kernel only stores.
     """
     shapes = [_check_problem(i, problem, rule) for i, problem in enumerate(problems)]
     needed = scratch_nbytes(shapes, rule, backend=backend)
@@ -223,14 +226,19 @@ def prepare(
 
     arena = Arena(scratch)
     programs: list[list[Stage]] = []
-    results: list[Tensor] = []
-    for problem in problems:
+    results: list[Tensor | None] = []
+    for problem, update in zip(problems, updates or [None] * len(problems), strict=True):
         stages, result = _program(problem.X, _input_norm(problem, rule), rule, arena, "triton")
+        *_, (last,) = stages
+        if update is not None and isinstance(last, General):
+            stages[-1] = (replace(last, update=update),)
+            results.append(None)
+        else:
+            results.append(result)
         programs.append(stages)
-        results.append(result)
     launches = describe(programs)
 
-    def run_triton() -> list[Tensor]:
+    def run_triton() -> list[Tensor | None]:
         run_launches(launches)
         return results
 
@@ -244,7 +252,7 @@ def _input_norm(problem: Problem, rule: NSRule, chunk: slice = slice(None)) -> I
 
 def _prepare_torch(
     problems: Sequence[Problem], shapes: Sequence[tuple[int, int, int]], rule: NSRule, scratch: Tensor
-) -> Callable[[], list[Tensor]]:
+) -> Callable[[], list[Tensor | None]]:
     """One chunk of one problem after the other, all in the same scratch, each leaving its result in problem.X."""
     chunks: list[tuple[list[Stage], Tensor, Tensor]] = []  # program, where it leaves its result, where that goes
     for problem, shape in zip(problems, shapes, strict=True):
@@ -254,9 +262,9 @@ def _prepare_torch(
             X = problem.X[chunk]
             stages, result = _program(X, _input_norm(problem, rule, chunk), rule, Arena(scratch), "torch")
             chunks.append((stages, result, X.view(result.dtype)))
-    results = [problem.X.view(_DTYPES[rule.precision][1]) for problem in problems]
+    results: list[Tensor | None] = [problem.X.view(_DTYPES[rule.precision][1]) for problem in problems]
 
-    def run() -> list[Tensor]:
+    def run() -> list[Tensor | None]:
         for stages, result, home in chunks:
             for product in itertools.chain.from_iterable(stages):
                 reference.run(product)

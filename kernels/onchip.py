@@ -18,13 +18,13 @@ from fused_lw.kernels.grouped import (
     LEFT_STRIDE,
     OUT,
     ROWS,
-    _cast,
     _dot,
     _float,
     _matrix,
     _sigma,
     _stride,
 )
+from fused_lw.kernels.rounding import cast
 
 
 @triton.jit
@@ -102,9 +102,9 @@ def onchip_kernel(
             # What rounding makes asymmetric would grow.
             square = 0.5 * (square + square.T)
 
-        high = _cast(Q, IN, INTERPRET)
+        high = cast(Q, IN, INTERPRET)
         # The rest of Q in a second product: one rounding of Q would be the largest error of all.
-        low = _cast(Q - high.to(tl.float32), IN, INTERPRET)
+        low = cast(Q - high.to(tl.float32), IN, INTERPRET)
         for k in range(0, s, BLOCK_S):
             x = _columns(X, tiles, r, s, stride, k, R, BLOCK_S, TMA)
             y = tl.zeros((R, BLOCK_S), dtype=tl.float32)
@@ -112,6 +112,6 @@ def onchip_kernel(
             y = _dot(low, x, y, "ieee", INTERPRET)
             columns = tl.arange(0, BLOCK_S)
             mask = (m < r)[:, None] & (columns < stride - k)[None, :]
-            y = _cast(y * (sigma / q_scale), OUT_DTYPE, INTERPRET)
+            y = cast(y * (sigma / q_scale), OUT_DTYPE, INTERPRET)
             out = _matrix(row + OUT, OUT_DTYPE, b * r * stride + k)
             tl.store(out + m[:, None] * stride + columns[None, :], y, mask=mask)

@@ -137,7 +137,12 @@ def fp16_scale(sq_norm: Tensor, numel: int) -> Tensor:
     return torch.where((norm > 0) & norm.isfinite(), torch.exp2(exponent), 1.0)
 
 
-def copy_out(pack: Pack, factors: Sequence[Tensor], hyper: Tensor) -> None:
+def fused_update(group: PackedGroup, hyper: Tensor) -> None:
+    """torch has no last product that could update parameters: everything goes through `copy_out`."""
+    del group, hyper
+
+
+def copy_out(pack: Pack, factors: Sequence[Tensor | None], hyper: Tensor) -> None:
     """Apply the orthogonal factors: p <- (1 - lr * weight_decay) p, then p <- p - lr * scale * O.
 
     Both results are rounded to the parameter's dtype, as torch.optim.Muon's two operations are. With master
@@ -146,12 +151,14 @@ def copy_out(pack: Pack, factors: Sequence[Tensor], hyper: Tensor) -> None:
 
     Args:
         pack: as packed by `copy_in`.
-        factors: [B, r, s] per group, oriented as the workspace is.
+        factors: [B, r, s] per group, oriented as the workspace is; None for a group that is updated already.
         hyper: [groups of the optimizer, 3] float64: lr, weight_decay, count of steps (for the noise).
     """
     # Read on a CPU; left as 0-d tensors on a GPU, where reading them would wait for it.
     rates: Any = hyper.tolist() if hyper.device.type == "cpu" else hyper
     for group, factor in zip(pack.groups, factors, strict=True):
+        if factor is None:
+            continue
         for index, matrix in enumerate(group.matrices):
             lr, weight_decay, step = rates[matrix.group]
             decay, rate = 1 - lr * weight_decay, lr * matrix.scale

@@ -55,8 +55,22 @@ class Symmetric:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """What the last product of an iteration does with its result instead of storing it: update the parameters.
+
+    The tensors are those of the copy-out kernel (`pack_kernels.py`), one row a matrix of the product's batch.
+    """
+
+    rows: Tensor  # int64 [B, pack_kernels.FIELDS]
+    rules: Tensor  # fp64 [B, 3]
+    hyper: Tensor  # fp64 [groups, 3]
+    param: torch.dtype
+    stochastic: bool  # rounding of bf16 parameters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class General:
-    """out = sigma * (alpha * L X + beta * X)."""
+    """out = sigma * (alpha * L X + beta * X), or with `update` the parameters updated by it and `out` left alone."""
 
     L: Tensor  # [B, r, r], of X's dtype
     X: Tensor  # [B, r, s]
@@ -64,6 +78,7 @@ class General:
     alpha: float = 1.0
     beta: float = 0.0
     norm: InputNorm | None = None
+    update: Update | None = None  # Triton only
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_lw.kernels.coefficients import Triple
 from fused_lw.kernels.configs import ProductConfig
-from fused_lw.kernels.products import General, InputNorm, OnChip, Product, Reduce
+from fused_lw.kernels.products import General, InputNorm, OnChip, Product, Reduce, Update
 
 # Columns of the table. The kernels read them by these numbers.
 FIRST_TILE = 0
@@ -37,7 +37,11 @@ SCALE = 16
 EPS = 17
 EPS_IS_ADDED = 18
 NORM_FACTOR = 19
-FIELDS = 20
+# Of a product that updates parameters: pointers to `products.Update`'s tensors.
+UPDATE_ROWS = 20
+UPDATE_RULES = 21
+UPDATE_HYPER = 22
+FIELDS = 24  # a multiple of 16 bytes
 
 
 def tiles_per_matrix(product: Product, config: ProductConfig) -> int:
@@ -56,7 +60,9 @@ def build(products: Sequence[Product], config: ProductConfig) -> tuple[list[int]
     first_tile = 0
     for product in products:
         tiles = tiles_per_matrix(product, config)
-        table += [first_tile, tiles, *_operands(product), *_norm(product.norm)]
+        update = product.update if isinstance(product, General) else None
+        row = [first_tile, tiles, *_operands(product), *_norm(product.norm), *_update(update)]
+        table += row + [0] * (FIELDS - len(row))
         first_tile += tiles * product.out.shape[0]
     return [*table, first_tile, *[0] * (FIELDS - 1)], first_tile
 
@@ -97,6 +103,10 @@ def _norm(norm: InputNorm | None) -> list[int]:
         return [0, 0, 0, 0, 0]
     scale = 0 if norm.scale is None else norm.scale.data_ptr()
     return [norm.sq_norm.data_ptr(), scale, _bits(norm.eps), int(norm.eps_rule == "add"), _bits(norm.factor)]
+
+
+def _update(update: Update | None) -> list[int]:
+    return [] if update is None else [update.rows.data_ptr(), update.rules.data_ptr(), update.hyper.data_ptr()]
 
 
 def _stride(matrices: Tensor) -> int:

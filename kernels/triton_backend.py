@@ -22,6 +22,7 @@ _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat
 KERNELS: dict[Kind, Any] = {
     "symmetric": grouped.symmetric_kernel,
     "general": grouped.general_kernel,
+    "update": grouped.update_kernel,
     "reduce": grouped.reduce_kernel,
     "onchip": onchip.onchip_kernel,
 }
@@ -34,6 +35,7 @@ class Launch(NamedTuple):
     config: ProductConfig
     tiles: int
     arguments: tuple[Any, ...]  # the kernel's, its table among them
+    products: Sequence[Product]  # kept alive: the table holds addresses only
 
 
 def describe(
@@ -58,7 +60,7 @@ def describe(
     # One copy to the device for all launches of the call.
     tables = table.to_device(rows, device)
     return [
-        Launch(key, config, tiles, _arguments(products, tiles, tables[start:]))
+        Launch(key, config, tiles, _arguments(products, tiles, tables[start:]), products)
         for key, config, tiles, products, start in plan
     ]
 
@@ -78,7 +80,7 @@ def run_launches(launches: Sequence[Launch]) -> None:
     """Run what `describe` described; it may be run again whenever its operands hold new numbers."""
     if any(each.config.tma for each in launches):
         triton.set_allocator(_descriptor_memory)
-    for key, config, tiles, arguments in launches:
+    for key, config, tiles, arguments, _ in launches:
         grid = (min(tiles, _multiprocessors(arguments[0].device) * config.programs_per_sm),)
         launch(KERNELS[key.kind], grid, *arguments, **constants(key, config, interpreting()))
 
@@ -102,9 +104,13 @@ def constants(key: LaunchKey, config: ProductConfig, interpret: bool) -> dict[st
     of_kind: dict[Kind, dict[str, Any]] = {
         "symmetric": {"TILE": c.tile_m, **main_loop},
         "general": {"TILE_M": c.tile_m, "TILE_N": c.tile_n, **main_loop},
+        "update": {"TILE_M": c.tile_m, "TILE_N": c.tile_n, **main_loop},
         "reduce": {"TILE": c.tile_m},
         "onchip": {"R": c.tile_m, "BLOCK_S": c.tile_n, "TMA": c.tma},
     }
+    if key.update is not None:
+        param, stochastic = key.update
+        meta |= {"PARAM_DTYPE": _TL_DTYPES[param], "STOCHASTIC": stochastic}
     return meta | of_kind[key.kind]
 
 

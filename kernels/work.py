@@ -83,6 +83,10 @@ def _executed_flops(p: Product, config: ProductConfig) -> int:
 
 
 def _nbytes(p: Product) -> int:
+    if isinstance(p, General) and p.update is not None:
+        # The parameters are read and written instead of the result.
+        operands = [p.L, p.X]
+        return sum(t.numel() * t.element_size() for t in operands) + 2 * p.out.numel() * p.update.param.itemsize
     if isinstance(p, General):
         operands = [p.L, p.X]
     elif isinstance(p, OnChip):

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from fused_lw.kernels import pack, pack_reference
+from fused_lw.kernels.coefficients import schedule
 from fused_lw.kernels.launch import count_launches
+from fused_lw.kernels.newton_schulz import NSRule, Problem, prepare, scratch_nbytes
 from fused_lw.kernels.pack_reference import Pack, PackedGroup, PackedMatrix, Strided
 from fused_lw.kernels.products import row_stride
 
@@ -269,6 +271,54 @@ def counted_bytes(monkeypatch):
         for name in ("create_load", "create_store", "create_masked_load", "create_masked_store"):
             patch.setattr(InterpreterBuilder, name, counting(name))
         yield moved
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("param", [torch.float32, torch.bfloat16], ids=DTYPE_IDS.get)
+@pytest.mark.parametrize("precision", ["fp32", "mixed", "bf16"])
+def test_last_product_updates_the_parameters_as_copy_out_does(precision, param, stochastic):
+    """The same bits, whether the orthogonal factor is stored in between or not; tall and wide in one batch."""
+    rule = NSRule(schedule("jordan", 5), precision=precision)
+    hyper = torch.tensor([[0.5, 0.25, 7.0]], dtype=torch.float64, device=DEVICE)
+    results = []
+    for fused in (True, False):
+        groups = [make_group((72, 80), param=param, workspace=rule.workspace_dtype)]
+        groups += [make_group((72, 72), param=param, workspace=rule.workspace_dtype, count=1, seed=1)]
+        tall = make_group((80, 72), param=param, workspace=rule.workspace_dtype, count=1, seed=2)
+        groups[0] = PackedGroup([*groups[0].matrices, *tall.matrices], *together(3, groups[0]))
+        for key, matrix in enumerate(matrix for group in groups for matrix in group.matrices):
+            matrix.stochastic, matrix.noise_key = stochastic and param == torch.bfloat16, key
+        pack.copy_in(Pack(groups))
+        problems = [Problem(group.workspace, group.sq_norm) for group in groups]
+        shapes = [tuple(group.workspace.shape) for group in groups]
+        scratch = torch.empty(scratch_nbytes(shapes, rule, backend="triton"), dtype=torch.uint8, device=DEVICE)
+        updates = [pack.fused_update(group, hyper) for group in groups] if fused else None
+        with count_launches() as launches:
+            factors = prepare(problems, rule, backend="triton", scratch=scratch, updates=updates)()
+            pack.copy_out(Pack(groups), factors, hyper)
+        assert launches["update_kernel"] == fused
+        assert launches["copy_out_kernel"] == (not fused)
+        results.append([matrix.param.tensor for group in groups for matrix in group.matrices])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def together(count: int, like: PackedGroup) -> tuple[Tensor, Tensor]:
+    _, r, s = like.workspace.shape
+    return poisoned_workspace(count, r, s, like.workspace.dtype), torch.full((count,), float("nan"), device=DEVICE)
+
+
+def test_what_the_last_product_cannot_update_goes_through_copy_out():
+    hyper = torch.ones(1, 3, dtype=torch.float64, device=DEVICE)
+    assert pack.fused_update(make_group((72, 80)), hyper) is not None
+    assert pack.fused_update(make_group((72, 80), param=torch.float16), hyper) is None
+    assert pack.fused_update(make_group((7, 13)), hyper) is None, "rows are not aligned"
+    assert pack.fused_update(make_group((72, 80), transposed=True), hyper) is None
+    master, mixed = make_group((72, 80), param=torch.bfloat16), make_group((72, 80))
+    master.matrices[0].master = strided(torch.ones(72, 80, device=DEVICE))
+    mixed.matrices[1].param = strided(torch.ones(72, 80, device=DEVICE, dtype=torch.bfloat16))
+    assert pack.fused_update(master, hyper) is None
+    assert pack.fused_update(mixed, hyper) is None
 
 
 def test_one_launch_serves_all_shapes_and_each_gives_the_bits_it_gives_alone():
