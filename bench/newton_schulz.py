@@ -26,7 +26,7 @@ QUICK_ROUNDS, QUICK_BATCH = 3, 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_arguments(parser)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-    parser.add_argument("--providers", nargs="+", metavar="NAME", help="only those whose name starts with one of these")
+    parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, or those that start with it")
     parser.add_argument("--rounds", type=int, help=f"times that everyone is timed (default: {ROUNDS})")
     parser.add_argument(
         "--quick", action="store_true", help=f"one matrix of each shape, {QUICK_ROUNDS} rounds; ends within two minutes"
@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         device = environment.check_device(args.device)
         batches = shapes.from_arguments(args)
-        found = chosen(peers.providers(device), args.providers)
+        everyone = {provider.name: provider for provider in peers.providers(device)}
+        found = [everyone[name] for name in peers.select(list(everyone), args.providers)]
         if args.threads is not None:
             torch.set_num_threads(args.threads)
         peak = roofline.peak(device, args.peak)
@@ -59,14 +60,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         environment.append(args.json, rows)
     return tables.exit_status(rows)
-
-
-def chosen(providers: Sequence[Provider], names: Sequence[str] | None) -> list[Provider]:
-    """The providers asked for, all if none were. ValueError for a name that fits nobody."""
-    for name in names or ():
-        if not any(provider.name.startswith(name) for provider in providers):
-            raise ValueError(f"no provider {name!r}, only: {', '.join(p.name for p in providers)}")
-    return [p for p in providers if names is None or p.name.startswith(tuple(names))]
 
 
 def quickly(provider: Provider, device: torch.device) -> Provider:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +67,22 @@ class Provider:
 def providers(device: torch.device) -> list[Provider]:
     """Everyone who could run on a device; those that cannot say why."""
     return [*_ours(device), *_torch(), *_libraries(device)]
+
+
+def select(names: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
+    """The names asked for: those named, or where one names nobody, all that start with it. All if none are asked for.
+
+    ValueError for one that fits nobody.
+    """
+    if wanted is None:
+        return list(names)
+    kept = []
+    for name in wanted:
+        fits = [known for known in names if known == name or (name not in names and known.startswith(name))]
+        if not fits:
+            raise ValueError(f"no provider {name!r}, only: {', '.join(names)}")
+        kept += fits
+    return [name for name in names if name in kept]
 
 
 def plain_flops(batch: Batch) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fused_lw.bench import environment, gate, tables, timing
 from fused_lw.bench.environment import Row
+from fused_lw.bench.peers import select
 from fused_lw.bench.shapes import parse
 from fused_lw.bench.step_peers import PlainMuon64, StepProvider, step_providers
 from fused_lw.kernels import NSRule, count_launches, schedule, work
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first", type=int, metavar="N", help="only so many matrices, from the first on")
     parser.add_argument("--scale-down", type=int, default=1, metavar="K", help="divide every dimension by this")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-    parser.add_argument("--providers", nargs="+", metavar="NAME", help="only those whose name starts with one of these")
+    parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, or those that start with it")
     parser.add_argument("--rounds", type=int, help=f"steps that are timed of each (default: {ROUNDS})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_MATRICES} matrices, {QUICK_ROUNDS} rounds")
     parser.add_argument("--threads", type=int, help="of a CPU (default: torch's)")
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         device = environment.check_device(args.device)
         shapes = shapes_of(args.model, args.ep, args.first, args.scale_down)
-        providers = chosen(step_providers(device), args.providers)
+        everyone = {provider.name: provider for provider in step_providers(device)}
+        providers = [everyone[name] for name in select(list(everyone), args.providers)]
     except ValueError as error:
         print(f"fused-lw bench step: {error}", file=sys.stderr)
         return 2
@@ -73,13 +75,6 @@ def shapes_of(model: str, ep: int, first: int | None, scale_down: int) -> list[S
         raise ValueError(f"--scale-down and --first must be at least 1, got {scale_down} and {first}")
     matrices = load_model(model, ep=ep)[:first]
     return [(max(1, m.rows // scale_down), max(1, m.cols // scale_down)) for m in matrices]
-
-
-def chosen(providers: Sequence[StepProvider], names: Sequence[str] | None) -> list[StepProvider]:
-    for name in names or ():
-        if not any(provider.name.startswith(name) for provider in providers):
-            raise ValueError(f"no provider {name!r}, only: {', '.join(p.name for p in providers)}")
-    return [p for p in providers if names is None or p.name.startswith(tuple(names))]
 
 
 def measure(shapes: Sequence[Shape], providers: Sequence[StepProvider], device: torch.device, rounds: int) -> list[Row]:

@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("fused_lw.doctor", "say what this machine has and what each shape would run on"),
     "tune": ("fused_lw.cli_tune", "measure kernel configurations on this machine's GPU and keep the fastest"),
     "bench": ("fused_lw.cli_bench", "measure the kernels and the step against their peers; report and compare results"),
+    "profile": ("fused_lw.cli_profile", "record steps of a command and print where their time went, per rank"),
     "plan": ("fused_lw.cli_plan", "plan a layout for a model: buckets, padding, balance, launches"),
 }
 
