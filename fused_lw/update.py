@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fused_lw import nvtx
-from fused_lw import nvtx
 from fused_lw.kernels import pack_reference
 from fused_lw.kernels.device import Backend, ResolvedBackend, resolve_backend
 from fused_lw.kernels.newton_schulz import NSRule, Precision, Problem, prepare, scratch_nbytes
