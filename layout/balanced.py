@@ -42,8 +42,11 @@ def balanced(problem: Problem, prices: Prices, peak_of: Callable[[Assignment], i
     """The best plan found. `peak_of` gives the exact cost of the costliest shard of an assignment."""
     if not problem.specs:
         return []
-    best = by_shape(problem, megatron(problem))
-    height = sum(problem.height(shards) for shards in best)
+    reference = megatron(problem)
+    # Of equal shards the first is always taken, so parameters never lie beyond as many shards as there are of them.
+    shards = min(problem.dp_size, len(problem.specs))
+    best = by_shape(problem, [bucket[:shards] for bucket in reference])
+    height = sum(problem.height(bucket) for bucket in best)
     peak = peak_of(best)
     search = _Search(problem, prices, best)
     best_rank = (search.score(height, peak) // SAME_SCORE, _owned_shapes(problem, best))
@@ -58,7 +61,8 @@ def balanced(problem: Problem, prices: Prices, peak_of: Callable[[Assignment], i
             best, best_rank = assignment, rank
         if exact <= peak and best_rank[0] * SAME_SCORE <= GOOD_SCORE:
             break
-    return best
+    empty: list[list[int]] = [[] for _ in range(problem.dp_size - shards)]
+    return [[*bucket, *empty] for bucket in best]
 
 
 def _owned_shapes(problem: Problem, assignment: Assignment) -> int:
@@ -77,11 +81,14 @@ def by_shape(problem: Problem, assignment: Assignment) -> Assignment:
 
 
 class _Search:
-    """A problem in counts of classes. Letters as in packing.py, and n items."""
+    """A problem in counts of classes. Letters as in packing.py, but D only as many shards as the reference has, and
+    n items.
+    """
 
     def __init__(self, problem: Problem, prices: Prices, reference: Assignment) -> None:
         self.problem = problem
         self.reference = reference
+        self.shards = len(reference[0])
         keys = [
             (round_up(numel, ALIGNMENT), spec.matrices, spec.oriented)
             for spec, numel in zip(problem.specs, problem.numels, strict=True)
@@ -94,7 +101,7 @@ class _Search:
         self.upto[np.arange(1, len(keys) + 1), self.kinds] = 1
         self.upto = self.upto.cumsum(axis=0)
         self.sizes = np.array([size for size, *_ in classes], dtype=np.int64)  # [K]
-        self.packer = Packer(self.sizes, problem.dp_size, problem.divisor)
+        self.packer = Packer(self.sizes, self.shards, problem.divisor)
 
         examples = dict(zip(self.kinds.tolist(), problem.specs, strict=True))
         most = int(self.upto[-1].max()) + 4  # a search looks that much further
@@ -167,8 +174,8 @@ class _Search:
 
     def pack(self, cuts: Sequence[range], loose: int) -> Plan:
         """Pack buckets one after another, costly ones first, each `loose` thousandths over its lowest height."""
-        counts = np.zeros((len(cuts), self.problem.dp_size, len(self.sizes)), dtype=np.int64)
-        loads = np.zeros(self.problem.dp_size, dtype=np.int64)
+        counts = np.zeros((len(cuts), self.shards, len(self.sizes)), dtype=np.int64)
+        loads = np.zeros(self.shards, dtype=np.int64)
         windows = [self.window(items) for items in cuts]
         order = sorted(range(len(cuts)), key=lambda b: -int(windows[b] @ self.costs))
         for b in order:
@@ -189,12 +196,12 @@ class _Search:
 
     def by_class(self, cuts: Sequence[range]) -> Plan:
         """Few classes a shard, whatever the height."""
-        counts = np.zeros((len(cuts), self.problem.dp_size, len(self.sizes)), dtype=np.int64)
+        counts = np.zeros((len(cuts), self.shards, len(self.sizes)), dtype=np.int64)
         for b, items in enumerate(cuts):
             if self.problem.specs[items.start].shared_embedding:
                 counts[b, 0] = self.window(items)
             else:
-                counts[b] = stretch(self.window(items), self.costs, self.problem.dp_size)
+                counts[b] = stretch(self.window(items), self.costs, self.shards)
         return self.plan(counts, cuts)
 
     def plan(self, counts: IntArray, cuts: Sequence[range]) -> Plan:
@@ -203,7 +210,7 @@ class _Search:
 
     def reference_plan(self) -> Plan:
         """The reference's own cuts and placements."""
-        counts = np.zeros((len(self.reference), self.problem.dp_size, len(self.sizes)), dtype=np.int64)
+        counts = np.zeros((len(self.reference), self.shards, len(self.sizes)), dtype=np.int64)
         ends = [0]
         for b, shards in enumerate(self.reference):
             for d, items in enumerate(shards):
@@ -220,7 +227,7 @@ class _Search:
             members: list[list[int]] = [[] for _ in self.sizes]
             for item in items:
                 members[self.kinds[item]].append(item)
-            shards: list[list[int]] = [[] for _ in range(self.problem.dp_size)]
+            shards: list[list[int]] = [[] for _ in range(self.shards)]
             for k, ordered in enumerate(members):
                 ordered.sort(key=lambda i: (specs[i].full_shape, specs[i].shape))
                 taken = 0

@@ -81,21 +81,24 @@ def plan(
 
 
 def shard_costs(problem: Problem, assignment: Assignment, cost: CostModel | CostTable) -> list[int]:
-    """Newton-Schulz cost of each rank, each oriented shape one batch over all buckets."""
+    """Newton-Schulz cost of each rank, each oriented shape one batch over all buckets.
+
+    An assignment may end early: shards that it does not list are empty.
+    """
+    totals = [0] * problem.dp_size
     if not isinstance(cost, CostTable):
-        totals = [0] * problem.dp_size
         for shards in assignment:
             for d, shard in enumerate(shards):
                 totals[d] += sum([problem.costs[i] for i in shard])
         return totals
-    costs = []
-    for d in range(problem.dp_size):
-        batches: dict[tuple[int, int], list[ParamSpec]] = {}
-        for shards in assignment:
-            for i in shards[d]:
-                batches.setdefault(problem.specs[i].oriented, []).append(problem.specs[i])
-        costs.append(sum(batch_cost(specs, cost) for specs in batches.values()))
-    return costs
+    batches: dict[tuple[int, tuple[int, int]], list[ParamSpec]] = {}
+    for shards in assignment:
+        for d, shard in enumerate(shards):
+            for i in shard:
+                batches.setdefault((d, problem.specs[i].oriented), []).append(problem.specs[i])
+    for (d, _), specs in batches.items():
+        totals[d] += batch_cost(specs, cost)
+    return totals
 
 
 def lower_bound(costs: Sequence[int], dp_size: int) -> int:

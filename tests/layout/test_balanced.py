@@ -174,6 +174,15 @@ def test_a_thousand_matrices_in_a_second(divisor: int | None, distinct: int) -> 
     assert seconds < 1
 
 
+@pytest.mark.parametrize("bucket_size", [None, 1])
+def test_few_parameters_on_many_ranks_in_a_second(bucket_size: int | None) -> None:
+    params = [ParamSpec(f"p{i}", (64, 64 * i)) for i in range(1, 4)]
+    seconds, layout = cpu_seconds(params, dp_size=10**5, bucket_size=bucket_size)
+    assert seconds < 1
+    layout.validate()
+    assert max(layout.shard_costs) == layout.lower_bound
+
+
 def test_another_process_with_another_hash_seed_plans_the_same() -> None:
     code = (
         "from fused_lw.layout import model_specs, plan\n"
