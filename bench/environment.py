@@ -21,8 +21,8 @@ Row = dict[str, Any]
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 
 
-def check_device(name: str) -> torch.device:
-    """The device of that name; ValueError for one that is unknown or not there, saying what is."""
+def use_device(name: str) -> torch.device:
+    """The device of that name, made torch's current one; ValueError for one that is not there, saying what is."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -34,6 +34,8 @@ def check_device(name: str) -> torch.device:
             f"no device {name!r}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices "
             "(run with --device cpu, or install a CUDA build of torch and check nvidia-smi)"
         )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        device = environment.check_device(args.device)
+        device = environment.use_device(args.device)
         batches = shapes.from_arguments(args)
         everyone = {provider.name: provider for provider in peers.providers(device)}
         found = [everyone[name] for name in peers.select(list(everyone), args.providers)]

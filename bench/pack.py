@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        device = environment.check_device(args.device)
+        device = environment.use_device(args.device)
         batches = shapes.from_arguments(args)
         if args.threads is not None:
             torch.set_num_threads(args.threads)

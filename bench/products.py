@@ -1,6 +1,6 @@
 """The kernels against cuBLAS (`torch.baddbmm`, batched) on one GPU: medians, cold L2, interleaved, as CSV.
 
-python bench/products.py > bench/results/products-<gpu>-<date>.csv
+python -m fused_lw.bench.products > bench/results/products-<gpu>-<date>.csv
 """
 
 from __future__ import annotations

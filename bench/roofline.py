@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
             if found is None:
                 raise ValueError(f"no data sheet of {args.of!r}, only of {', '.join(p.device for _, p in DATASHEETS)}")
         else:
-            device = environment.check_device(args.device)
+            device = environment.use_device(args.device)
             found, precision = measured(device), default_precision(device)
     except ValueError as error:
         print(f"fused-lw bench roofline: {error}", file=sys.stderr)

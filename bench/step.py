@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        device = environment.check_device(args.device)
+        device = environment.use_device(args.device)
         shapes = shapes_of(args.model, args.ep, args.first, args.scale_down)
         everyone = {provider.name: provider for provider in step_providers(device)}
         providers = [everyone[name] for name in select(list(everyone), args.providers)]

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Regenerates bench/results/cpu.jsonl, cpu.md and the pictures in cpu/: everything that runs on a CPU, about 10 minutes
+# on two cores. Run it on a quiet machine. PYTHON names the interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+results=$PWD/bench/results
+rows=$(mktemp)
+trap 'rm -f "$rows"' EXIT
+
+bench() {
+    echo "== fused-lw bench $*"
+    # A peer that is slower, or even one that is wrong, is a result; only bad usage ends the run.
+    "$python" -m fused_lw.cli bench "$@" --json "$rows" || [ $? -eq 1 ]
+}
+
+bench ns --model gpt2-124m --max-batch 1 --rounds 9
+bench ns --model nemotron-3-nano --scale-down 4 --max-batch 4 --rounds 15
+bench pack --model gpt2-124m --max-batch 8
+bench step --model gpt2-124m --scale-down 8 --rounds 25
+bench step --model qwen3-8b --scale-down 8 --rounds 5
+bench layout --model gpt2-124m --dp 8
+bench layout --model qwen3-30b-a3b --dp 64 --ep 8
+
+mv "$rows" "$results/cpu.jsonl"
+chmod 644 "$results/cpu.jsonl"
+"$python" -m fused_lw.cli bench report "$results/cpu.jsonl" --markdown "$results/cpu.md" --plots "$results/cpu"
