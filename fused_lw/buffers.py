@@ -95,9 +95,10 @@ class FlatBuffers:
                 view.copy_(existing)
                 self._touched[index] = True
             param.grad = view
-            # A hook must not keep the buffers of an optimizer alive that its user has dropped.
+            # A hook must not keep the buffers of an optimizer alive that its user has dropped, nor outlive them.
             hook = functools.partial(_arrived, weakref.ref(self), index)
-            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            weakref.finalize(self, handle.remove)
         self._restart()
 
     def replaced(self) -> list[bool]:
@@ -167,7 +168,8 @@ class FlatBuffers:
         """Zero the gradient buffer; with `set_to_none` its parameters also count as having no gradient."""
         if not self.reduce:
             return
-        if any(len(missing) < len(members) for missing, members in zip(self._missing, self._members, strict=True)):
+        arrived = (len(missing) < len(members) for missing, members in zip(self._missing, self._members, strict=True))
+        if self._next or any(arrived):
             # A backward whose step was skipped: what the ranks have started they finish together.
             self.finish()
             self.await_reduction(max(self.waves))

@@ -179,7 +179,7 @@ def _layout(part: Members, layout: Layout | Literal["auto"]) -> Layout | None:
     ]
     world = dist.get_world_size(part.group)
     if layout == "auto":
-        return plan(specs, dp_size=world, bucket_size=max(MIN_BUCKET, 1_000_000 * world))
+        return plan(specs, dp_size=world, bucket_size=max(MIN_BUCKET, 1_000_000 * world), cost="flops")
     _check_layout(layout, specs, world)
     return layout
 

@@ -65,7 +65,7 @@ class RowExchange:
         self.matrices = tuple(matrices)
         self.group = group
         self._rank, world = dist.get_rank(group), dist.get_world_size(group)
-        self.layout: Layout = plan([ParamSpec(m.name, m.shape) for m in matrices], dp_size=world)
+        self.layout: Layout = plan([ParamSpec(m.name, m.shape) for m in matrices], dp_size=world, cost="flops")
         self.owners = [slot.shard for slot in self.layout.slots]
         self._owned = [index for index, owner in enumerate(self.owners) if owner == self._rank]
         self._updater = Updater(backend, max_scratch_bytes)

@@ -166,6 +166,9 @@ def train(
         optimizer.step()
 
 
+distances: list[float] = []  # of all that was compared
+
+
 def assert_same(model: nn.Module, expected: nn.Module, bound: float = 1e-6) -> None:
     """Parameters agree within `bound`, relative in the Frobenius norm."""
     theirs = dict(expected.named_parameters())
@@ -174,3 +177,4 @@ def assert_same(model: nn.Module, expected: nn.Module, bound: float = 1e-6) -> N
         a, b = full.detach().double(), theirs[name].detach().double()
         distance = float((a - b).norm() / b.norm())
         assert distance < bound, f"{name}: {distance:.2e}"
+        distances.append(distance)

@@ -130,7 +130,7 @@ def gathered_rows(group, folder):
     # Each matrix has one owner in the group, and no other owner could take less.
     exchange = optimizer._replicas[0].matrices._exchange
     if exchange is not None and len(exchange.matrices) > 1:
-        costs = [ns_cost(spec) for spec in exchange.layout.params]
+        costs = [ns_cost(spec, "flops") for spec in exchange.layout.params]
         assert max(exchange.layout.shard_costs) < sum(costs)
 
 

@@ -228,6 +228,51 @@ def train_one_skipping(model, optimizer, ranks, step: int, divisor: int) -> None
         optimizer.step()
 
 
+def optimizers_made_anew_take_over(group, folder):
+    """While the old one still lives, and after it is gone."""
+    model, expected = EqualMatrices(), EqualMatrices()
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    alone_optimizer = fused_lw.Muon(list(expected.named_parameters()), **LR)
+    expected(x).backward()
+    old = make(model, group)
+    optimizer = make(model, group)
+    model(x).backward()
+    optimizer.step()
+    alone_optimizer.step()
+    assert_same(model, expected)
+    try:
+        old.step()
+    except ValueError as error:
+        assert "was replaced" in str(error)
+    else:
+        raise AssertionError("not refused")
+    del old, optimizer
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def closures_and_schedulers(group, folder):
+    model, expected = ThreeMatrices(), ThreeMatrices()
+    alone_optimizer = fused_lw.Muon(list(expected.named_parameters()), **LR)
+    optimizer = make(model, group)
+    for each, its, ranks in (
+        (model, optimizer, [group.rank()]),
+        (expected, alone_optimizer, range(group.size())),
+    ):
+        scheduler = torch.optim.lr_scheduler.StepLR(its, 1, gamma=0.5)
+        for step in range(3):
+
+            def closure(each=each, its=its, ranks=ranks, step=step):
+                its.zero_grad()
+                loss = sum(each(batch(rank, step, 0), False) for rank in ranks) / len(ranks)
+                loss.backward()
+                return loss
+
+            assert its.step(closure) > 0
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == LR["lr"] / 8
+    assert_same(model, expected)
+
+
 def a_second_backward_outside_no_sync_is_refused(group, folder):
     model = EqualMatrices()
     optimizer = make(model, group)
@@ -251,6 +296,8 @@ WORLD_OF_FOUR = [
     stochastic_rounding_differs_between_ranks,
     state_is_that_of_owned_matrices,
     gradients_set_to_none_and_steps_skipped,
+    optimizers_made_anew_take_over,
+    closures_and_schedulers,
     a_second_backward_outside_no_sync_is_refused,
 ]
 WORLD_OF_EIGHT = [hybrid_sharding]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed import checkpoints, parallelism, refusals, scenarios, traffic
 from tests.distributed.launch import errors, run_ranks
+from tests.distributed.models import distances
 
 # Starting processes takes longer than most scenarios, so eight of them run everything: they are the three smaller
 # worlds at once, and then one world of eight. The ranks of a group are not those of the world, as in training that
@@ -52,4 +53,7 @@ def run(chosen: list, group: dist.ProcessGroup, folder: Path) -> None:
         except BaseException as error:
             raise RuntimeError(f"{scenario.__name__} on {group.size()} ranks") from error
         if group.rank() == 0:
-            print(f"{scenario.__name__} on {group.size()} ranks: {time.monotonic() - started:.1f} s", flush=True)
+            worst = f", largest relative difference {max(distances):.1e}" if distances else ""
+            seconds = time.monotonic() - started
+            print(f"{scenario.__name__} on {group.size()} ranks: {seconds:.1f} s{worst}", flush=True)
+        distances.clear()
