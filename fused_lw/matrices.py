@@ -42,9 +42,9 @@ class MatrixView(NamedTuple):
         offset = block.first_row * row_stride
         for dim, index in enumerate(block.lead):
             offset += index * tensor.stride(dim)
-        return Strided(
-            tensor, offset, row_stride, _collapsed_stride(tensor.shape, tensor.stride(), self.flat_order) or 1
-        )
+        col_stride = _collapsed_stride(tensor.shape, tensor.stride(), self.flat_order)
+        assert col_stride is not None  # 0 for an expanded gradient
+        return Strided(tensor, offset, row_stride, col_stride)
 
     def collapses(self, tensor: Tensor) -> bool:
         """Whether the columns of `tensor` lie at one constant stride."""

@@ -155,6 +155,9 @@ class Muon(Optimizer):
             meant = difflib.get_close_matches(str(key), self.defaults, n=1, cutoff=0.85)
             if meant:
                 raise ValueError(f"unknown option {key!r} of a parameter group: is {meant[0]!r} meant?")
+        for key in ("backend", "capturable", "max_scratch_bytes"):
+            if param_group.get(key, self.defaults[key]) != self.defaults[key]:
+                raise ValueError(f"{key} is one for the whole optimizer: it cannot be set per parameter group")
         group = {**self.defaults, **param_group}
         _check_options(group)
         rule = _rule(group)
@@ -178,9 +181,10 @@ class Muon(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but momenta and master weights keep their dtype instead of taking the parameter's."""
-        super().load_state_dict(state_dict)
+        super().load_state_dict(keep_live_options(self, state_dict))
         keep_saved_dtypes(self, state_dict, "momentum_buffer")
         keep_saved_dtypes(self, state_dict, "master_param")
+        vars(self).pop("_updater", None)  # it holds the momenta that were replaced
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -228,6 +232,16 @@ def end_step(param_groups: Sequence[dict[str, Any]]) -> None:
             group["steps_done"] += 1
 
 
+def keep_live_options(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict with the options that its groups lack (torch.optim.Muon knows no extras) as they are now."""
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(optimizer.param_groups):
+        return state_dict  # refused by torch
+    pairs = zip(optimizer.param_groups, saved_groups, strict=True)
+    groups = [{**{k: v for k, v in live.items() if k in optimizer.defaults}, **saved} for live, saved in pairs]
+    return {**state_dict, "param_groups": groups}
+
+
 def keep_saved_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], key: str) -> None:
     """Undo, after `load_state_dict`, torch's cast of the momenta under `key` to their parameters' dtypes."""
     saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -240,10 +254,19 @@ def keep_saved_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], key: str
 
 def _check_options(options: dict[str, Any]) -> None:
     """Raise for an option that has no meaning; the message names it."""
-    lr = options["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"a tensor lr must have one element, not shape {tuple(lr.shape)}")
+    for key in ("nesterov", "master_weights", "capturable"):
+        if not isinstance(options[key], bool):
+            raise TypeError(f"{key} must be True or False, not {options[key]!r}")
+    if not isinstance(options["seed"], int):
+        raise TypeError(f"seed must be an integer, not {options['seed']!r}")
+    split = options["split_rows"]
+    if split is not None and not (isinstance(split, Sequence) and all(isinstance(size, int) for size in split)):
+        raise TypeError(f"split_rows must be a sequence of integers or None, not {split!r}")
     for key in ("lr", "weight_decay", "momentum", "eps"):
+        if not isinstance(options[key], int | float | Tensor):
+            raise TypeError(f"{key} must be a number, not {options[key]!r}")
+        if isinstance(options[key], Tensor) and options[key].numel() != 1:
+            raise ValueError(f"a tensor {key} must have one element, not shape {tuple(options[key].shape)}")
         if options["capturable"] and isinstance(options[key], Tensor):
             continue  # looking at it would wait for its device
         if not options[key] >= 0:
@@ -272,7 +295,7 @@ def _start_count(group: dict[str, Any]) -> None:
     """Make the count of steps that stochastic rounding draws its noise from; on the device in a captured step."""
     count = group.setdefault("steps_done", 0)
     if group["capturable"] and not isinstance(count, Tensor) and group["params"]:
-        group["steps_done"] = torch.tensor(float(count), device=group["params"][0].device)
+        group["steps_done"] = torch.tensor(count, dtype=torch.float64, device=group["params"][0].device)
 
 
 def _rule(group: dict[str, Any]) -> MatrixRule:
@@ -309,5 +332,7 @@ def _hashable(coefficients: Any) -> Coefficients:
     """Tuples all the way down: a checkpoint that went through JSON has lists."""
     if isinstance(coefficients, str):
         return coefficients
+    if not isinstance(coefficients, Sequence):
+        raise TypeError(f"ns_coefficients must be a name, a triple or triples, not {coefficients!r}")
     hashable: Coefficients = tuple(tuple(c) if isinstance(c, Sequence) else c for c in coefficients)
     return hashable

@@ -6,7 +6,7 @@ Everything is checked before anything is changed.
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,12 +55,13 @@ def collect_work(
             name = names[position] if names else f"parameter {position} of group {index}"
             resolved = resolve_backend(updater.backend, param.device)
             _check_grad(name, param, param.grad, resolved)
-            before = updater.grad_dtypes.get(id(param), param.grad.dtype)
+            before = updater.grad_dtypes.get(param, param.grad.dtype)
             if param.grad.dtype != before:
                 raise ValueError(
                     f"{name} of shape {tuple(param.shape)} has a {param.grad.dtype} gradient, which was {before} before"
                 )
-            view = _view(param, rule)
+            view = _view(name, param, rule)
+            _check_state(name, param, state.get(param, {}), rule)
             check_scratch(
                 f"{name} of shape {tuple(param.shape)}",
                 view,
@@ -70,7 +71,9 @@ def collect_work(
             )
             found.append((name, param, view, index))
     _check_overlap(found, updater)
-    updater.grad_dtypes.update((id(param), param.grad.dtype) for _, param, _, _ in found if param.grad is not None)
+    for _, param, _, _ in found:
+        assert param.grad is not None
+        updater.grad_dtypes[param] = param.grad.dtype
     return [
         Work(
             name,
@@ -92,18 +95,29 @@ def check_param(name: str, param: Tensor, rule: MatrixRule) -> None:
         raise ValueError(f"{name} of shape {tuple(param.shape)} is {param.dtype}: Muon takes real floating point")
     if param.is_inference():
         raise ValueError(f"{name} of shape {tuple(param.shape)} was made in inference mode: it is read-only")
-    if any(stride == 0 and size > 1 for size, stride in zip(param.shape, param.stride(), strict=True)):
-        raise ValueError(f"{name} of shape {tuple(param.shape)} is expanded: its elements share memory")
+    if _overlaps_itself(param):
+        raise ValueError(
+            f"{name} of shape {tuple(param.shape)} with strides {param.stride()} overlaps itself: elements share memory"
+        )
     if rule.stochastic and param.dtype == torch.float16:
         raise ValueError(f"{name} is float16: stochastic rounding is for bfloat16 parameters")
-    try:
-        _view(param, rule)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+    _view(name, param, rule)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements share memory. From the inside out, a stride must reach past all that lies within."""
+    reach = 0
+    for stride, size in sorted((d, n) for n, d in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _check_grad(name: str, param: Tensor, grad: Tensor, backend: str) -> None:
     where = f"{name} of shape {tuple(param.shape)}"
+    if hasattr(param, "device_mesh"):
+        raise ValueError(f"{where} is a DTensor, of which this rank has a part: use fused_lw.LayerWiseMuon")
     if grad.layout != torch.strided:
         raise ValueError(f"{where} has a sparse gradient ({grad.layout}): Muon takes dense ones")
     if grad.dtype not in _DTYPES:
@@ -114,32 +128,68 @@ def _check_grad(name: str, param: Tensor, grad: Tensor, backend: str) -> None:
         raise ValueError(f"{where} is float64, which the Triton backend does not take: use backend='torch'")
 
 
+def _check_state(name: str, param: Tensor, state: dict[str, Any], rule: MatrixRule) -> None:
+    for key in (rule.state_key, "master_param"):
+        held = state.get(key)
+        if held is None or (held.shape == param.shape and held.device == param.device):
+            continue
+        raise ValueError(
+            f"{name} of shape {tuple(param.shape)} on {param.device} has a {key} "
+            f"of shape {tuple(held.shape)} on {held.device}"
+        )
+
+
 def _check_overlap(found: Sequence[tuple[str, Tensor, MatrixView, int]], updater: Updater) -> None:
-    """Raise a ValueError that names two parameters that share memory. Looked at only when a parameter moved.
-
-    Parameters with gaps between their elements may interleave without sharing any; they are taken at their word
-    unless they begin at the same address.
-    """
-    spans = [(param.data_ptr(), name, param) for name, param, _, _ in found if param.numel()]
-    addresses = [address for address, _, _ in spans]
-    if addresses == updater.checked_addresses:
+    """Raise a ValueError that names two parameters that share memory. Looked at only when a parameter moved."""
+    spans = [_Span.of(name, param) for name, param, _, _ in found if param.numel()]
+    if spans == updater.checked_spans:
         return
-    end, owner = 0, ""
-    start = -1
-    for address, name, param in sorted(spans, key=lambda span: span[:2]):
-        dense = param.numel() == 1 + sum((n - 1) * d for n, d in zip(param.shape, param.stride(), strict=True))
-        if address == start or (dense and address < end):
-            raise ValueError(f"{owner} and {name} overlap: they share memory, so neither can be updated alone")
-        start = address
-        if dense:
-            end, owner = address + param.numel() * param.element_size(), name
-        else:
-            owner = name
-    updater.checked_addresses = addresses
+    open_spans: list[_Span] = []  # those that reach past the start of the next one
+    for span in sorted(spans):
+        open_spans = [earlier for earlier in open_spans if earlier.end > span.start]
+        for earlier in open_spans:
+            if not earlier.interleaves(span):
+                raise ValueError(
+                    f"{earlier.name} and {span.name} overlap: they share memory, so neither can be updated alone"
+                )
+        open_spans.append(span)
+    updater.checked_spans = spans
 
 
-def _view(param: Tensor, rule: MatrixRule) -> MatrixView:
-    return view_as_matrices(param, rule.higher_dims, rule.split_rows)
+class _Span(NamedTuple):
+    """The bytes from a parameter's first element to its last, and how it steps through them."""
+
+    start: int
+    end: int
+    name: str
+    device: str
+    pitch: int  # bytes from row to row
+    width: int  # bytes of a row, from its first element to its last
+
+    @classmethod
+    def of(cls, name: str, param: Tensor) -> _Span:
+        itemsize = param.element_size()
+        strides = sorted(((d, n) for n, d in zip(param.shape, param.stride(), strict=True) if n > 1), reverse=True)
+        extent = sum((n - 1) * d for d, n in strides)
+        pitch, rows = strides[0] if strides else (1, 1)
+        start = param.data_ptr()
+        end = start + (extent + 1) * itemsize
+        width = (extent - (rows - 1) * pitch + 1) * itemsize
+        return cls(start, end, name, str(param.device), pitch * itemsize, width)
+
+    def interleaves(self, other: _Span) -> bool:
+        """Whether the rows of one lie in the gaps of the other, as two slices of columns of one buffer do."""
+        if self.device != other.device:
+            return True
+        offset = (other.start - self.start) % self.pitch
+        return self.pitch == other.pitch and self.width <= offset and offset + other.width <= self.pitch
+
+
+def _view(name: str, param: Tensor, rule: MatrixRule) -> MatrixView:
+    try:
+        return view_as_matrices(param, rule.higher_dims, rule.split_rows)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _gradient(param: Tensor, view: MatrixView) -> Tensor:

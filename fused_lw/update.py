@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_lw import nvtx
 from fused_lw.kernels import pack_reference
@@ -110,8 +111,9 @@ class Updater:
     def __init__(self, backend: Backend, max_scratch_bytes: int | None = None) -> None:
         self.backend: Backend = backend
         self.max_scratch_bytes = max_scratch_bytes
-        self.grad_dtypes: dict[int, torch.dtype] = {}  # of the parameters by id, as the last step saw them
-        self.checked_addresses: list[int] = []  # of parameters known not to overlap
+        # Of each parameter: the dtype of the gradient that its last step saw.
+        self.grad_dtypes: MutableMapping[Tensor, torch.dtype] = WeakIdKeyDictionary()
+        self.checked_spans: list[Any] = []  # of parameters known not to overlap
         self._scratch: dict[torch.device, Tensor] = {}
         self._signature: tuple[Any, ...] | None = None
         self._chunks: list[_Chunk] = []
@@ -196,7 +198,7 @@ class Updater:
         arena = Arena(scratch)
         groups, located = [], []
         for same in members:
-            matrices = [_packed_matrix(work[index], block, rules[work[index].group], index) for index, block in same]
+            matrices = [_packed_matrix(work[index], block, rules[work[index].group]) for index, block in same]
             located += [(matrix, index, block) for matrix, (index, block) in zip(matrices, same, strict=True)]
             workspace = arena.take(len(same), *_oriented(same[0][1]), ns.workspace_dtype)
             norms = torch.empty(2, len(same), dtype=torch.float32, device=hyper.device)
@@ -236,6 +238,7 @@ def _signature(work: Sequence[Work], rules: Sequence[MatrixRule]) -> tuple[Any, 
     items = tuple(
         (
             item.param.data_ptr(),
+            item.param.stride(),
             item.param.dtype,
             item.param.device,
             item.momentum.data_ptr(),
@@ -256,7 +259,7 @@ def _signature(work: Sequence[Work], rules: Sequence[MatrixRule]) -> tuple[Any, 
     )
 
 
-def _packed_matrix(item: Work, block: Block, rule: MatrixRule, index: int) -> PackedMatrix:
+def _packed_matrix(item: Work, block: Block, rule: MatrixRule) -> PackedMatrix:
     return PackedMatrix(
         rows=block.rows,
         cols=block.cols,
@@ -271,7 +274,7 @@ def _packed_matrix(item: Work, block: Block, rule: MatrixRule, index: int) -> Pa
         master=None if item.master is None else item.view.locate(item.master, block),
         stochastic=rule.stochastic and item.master is None and item.param.dtype == torch.bfloat16,
         # Matrices must not share their noise. crc32 spreads neighbouring numbers over 32 bits.
-        noise_key=zlib.crc32(repr((rule.seed, index, block.lead, block.first_row)).encode()),
+        noise_key=zlib.crc32(repr((rule.seed, item.name, block.lead, block.first_row)).encode()),
     )
 
 

@@ -20,11 +20,10 @@ NUM_WARPS = 16
 
 
 class _Entry(NamedTuple):
-    """A matrix of a table: its two unpacked tensors, and its place in a batch."""
+    """A matrix of a table and its place in a batch. Gradients are not held: they would stay alive."""
 
     matrix: PackedMatrix
-    source: Strided  # gradient or parameter
-    momentum: Strided  # or fp32 master weights; the source again where there are none
+    momentum: Strided  # or fp32 master weights, or the parameter where there are none
     batch: Tensor  # [B, r, s]
     place: int  # in the batch
     group: PackedGroup
@@ -36,7 +35,7 @@ class _Table(NamedTuple):
     entries: list[_Entry]
     options: dict[str, Any]  # of the kernel
     sources: list[int]  # where the sources were when `rows` was last written
-    host_rows: Tensor  # int64 [n, FIELDS], pinned where the device is a GPU
+    host_rows: Tensor  # int64 [n, FIELDS]; pageable, so that a copy has read it when it returns
     rows: Tensor  # the same on the device
     rules: Tensor  # [n, ...]
     tile_matrix: Tensor  # int32 [tiles]
@@ -92,8 +91,7 @@ def fused_update(group: PackedGroup, hyper: Tensor) -> Update | None:
     """
     param, stochastic = group.matrices[0].param.tensor.dtype, group.matrices[0].stochastic
     entries = [
-        _Entry(matrix, matrix.param, matrix.param, group.workspace, place, group)
-        for place, matrix in enumerate(group.matrices)
+        _Entry(matrix, matrix.param, group.workspace, place, group) for place, matrix in enumerate(group.matrices)
     ]
     if param not in (torch.float32, torch.bfloat16) or not all(
         matrix.param.tensor.dtype == param
@@ -103,7 +101,7 @@ def fused_update(group: PackedGroup, hyper: Tensor) -> Update | None:
         for matrix, entry in zip(group.matrices, entries, strict=True)
     ):
         return None
-    table = _table(entries, {}, _copy_out_rules(entries))
+    table = _table(entries, _params(entries), {}, _copy_out_rules(entries))
     return Update(table.rows, table.rules, hyper, param, stochastic)
 
 
@@ -129,13 +127,14 @@ def _copy_in_tables(pack: Pack) -> list[_Table]:
         for place, matrix in enumerate(group.matrices):
             grad = _grad(matrix)
             key = (grad.tensor.dtype, matrix.momentum.tensor.dtype, group.workspace.dtype)
-            entry = _Entry(matrix, grad, matrix.momentum, group.workspace, place, group)
+            entry = _Entry(matrix, matrix.momentum, group.workspace, place, group)
             launches.setdefault(key, []).append(entry)
     tables = []
     for dtypes, entries in launches.items():
         options = dict(zip(("GRAD_DTYPE", "MOMENTUM_DTYPE", "PACKED_DTYPE"), map(triton_dtype, dtypes), strict=True))
         rules = [(m.mu, 1 - m.mu, m.ema, m.nesterov) for m in (entry.matrix for entry in entries)]
-        tables.append(_table(entries, options, torch.tensor(rules, dtype=torch.float32)))
+        gradients = [_grad(entry.matrix) for entry in entries]
+        tables.append(_table(entries, gradients, options, torch.tensor(rules, dtype=torch.float32)))
     return tables
 
 
@@ -146,7 +145,7 @@ def _copy_out_tables(pack: Pack, factors: Sequence[Tensor | None]) -> list[_Tabl
             continue
         for place, matrix in enumerate(group.matrices):
             key = (matrix.param.tensor.dtype, factor.dtype, matrix.master is not None, matrix.stochastic)
-            entry = _Entry(matrix, matrix.param, matrix.master or matrix.param, factor, place, group)
+            entry = _Entry(matrix, matrix.master or matrix.param, factor, place, group)
             launches.setdefault(key, []).append(entry)
     tables = []
     for (param, factor_dtype, master, stochastic), entries in launches.items():
@@ -156,8 +155,12 @@ def _copy_out_tables(pack: Pack, factors: Sequence[Tensor | None]) -> list[_Tabl
             "MASTER": master,
             "STOCHASTIC": stochastic,
         }
-        tables.append(_table(entries, options, _copy_out_rules(entries)))
+        tables.append(_table(entries, _params(entries), options, _copy_out_rules(entries)))
     return tables
+
+
+def _params(entries: Sequence[_Entry]) -> list[Strided]:
+    return [entry.matrix.param for entry in entries]
 
 
 def _copy_out_rules(entries: Sequence[_Entry]) -> Tensor:  # fp64 [n, 3]
@@ -165,12 +168,12 @@ def _copy_out_rules(entries: Sequence[_Entry]) -> Tensor:  # fp64 [n, 3]
     return torch.tensor(rules, dtype=torch.float64)
 
 
-def _table(entries: list[_Entry], options: dict[str, Any], rules: Tensor) -> _Table:
+def _table(entries: list[_Entry], sources: Sequence[Strided], options: dict[str, Any], rules: Tensor) -> _Table:
     host_rows = torch.empty(len(entries), kernels.FIELDS.value, dtype=torch.int64)
     tiles: list[int] = []
     first_tile = 0
-    for n, entry in enumerate(entries):
-        matrix, source, momentum, batch, place, group = entry
+    for n, (entry, source) in enumerate(zip(entries, sources, strict=True)):
+        matrix, momentum, batch, place, group = entry
         stride = batch.stride(1)
         tall = matrix.rows > matrix.cols
         padded_rows, padded_cols = (stride, matrix.cols) if tall else (matrix.rows, stride)
@@ -199,14 +202,12 @@ def _table(entries: list[_Entry], options: dict[str, Any], rules: Tensor) -> _Ta
         tiles.append(across * -(-padded_rows // BLOCK))
         first_tile += tiles[-1]
     device = entries[0].batch.device
-    if device.type == "cuda":
-        host_rows = host_rows.pin_memory()
     tile_matrix = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32), torch.tensor(tiles))
     partial = torch.empty(first_tile, dtype=torch.float32, device=device)
     # A copy even on a CPU: the interpreter's kernels must not see what is being written to `host_rows`.
     rows = host_rows.to(device, copy=True)
-    sources = [entry.source.data_ptr() for entry in entries]
-    return _Table(entries, options, sources, host_rows, rows, rules.to(device), tile_matrix.to(device), partial)
+    addresses = [source.data_ptr() for source in sources]
+    return _Table(entries, options, addresses, host_rows, rows, rules.to(device), tile_matrix.to(device), partial)
 
 
 def _wide(entry: _Entry, source: Strided) -> bool:

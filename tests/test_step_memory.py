@@ -151,8 +151,9 @@ def test_torch_backend_allocates_no_more_for_more_matrices(monkeypatch):
     assert (allocated[1] - allocated[0]) / (7 * 3) < 64
 
 
-def test_gradients_are_not_kept_alive():
-    optimizer, params = make_optimizer("torch")
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_gradients_are_not_kept_alive(backend):
+    optimizer, params = make_optimizer(backend)
     optimizer.step()
     grad = weakref.ref(params[0].grad)
     optimizer.zero_grad(set_to_none=True)
