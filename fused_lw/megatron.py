@@ -19,8 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fused_lw.layout import Layout, plan
-from fused_lw.layout.plan import Policy
+from fused_lw.layout import Layout, Policy, plan
 from fused_lw.replace import replace_step, restore_step
 from fused_lw.routing import param_spec
 

@@ -9,7 +9,8 @@ if __name__ != "fused_lw.layout":
 from fused_lw.layout.cost import CostModel, CostTable, ns_cost, ns_flops
 from fused_lw.layout.layout import Bucket, Group, Layout, Placement, ShardPart
 from fused_lw.layout.models import Matrix, load_model, model_names, model_source, model_specs
-from fused_lw.layout.plan import Policy, plan
+from fused_lw.layout.plan import plan
+from fused_lw.layout.problem import Policy
 from fused_lw.layout.spec import ParamSpec
 
 __all__ = [

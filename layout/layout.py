@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
 
-from fused_lw.layout.problem import ALIGNMENT, Assignment, round_up, shard_divisor
+from fused_lw.layout.cost import CostModel, lower_bound, ns_cost
+from fused_lw.layout.problem import ALIGNMENT, Assignment, Policy, round_up, shard_divisor
 from fused_lw.layout.spec import ParamSpec, check_specs
 
 FORMAT = 1  # of to_json
+TABLE = "table:"  # cost_model of a layout planned on a measured table: this and the table's name
 
 
 class Placement(NamedTuple):
@@ -68,7 +70,7 @@ class Layout:
     buckets: tuple[Bucket, ...]  # backprop order
     dp_size: int
     policy: str
-    cost_model: str
+    cost_model: str  # "megatron", "flops", or "table:" and the name of a CostTable
     high_nccl_busbw: bool
     shard_costs: tuple[int, ...]  # Newton-Schulz cost of each rank
     lower_bound: int  # no assignment of these parameters to ranks has a lower maximum of shard_costs
@@ -145,7 +147,11 @@ class Layout:
         return tuple(groups)
 
     def validate(self) -> None:
-        """Raise a ValueError naming the first parameter or bucket that breaks a rule of the buffer."""
+        """Raise a ValueError naming the first parameter, bucket or field that breaks a rule of the buffer.
+
+        Costs are computed again, but for those of a measured table, which a layout does not hold.
+        """
+        self._validate_types()
         check_specs(self.params)
         if len(self.params) != len(self.slots):
             raise ValueError(f"{len(self.params)} parameters but {len(self.slots)} placements")
@@ -171,6 +177,42 @@ class Layout:
         for (before, _), (after, spec) in itertools.pairwise(in_order):
             if after.start < before.end:
                 raise ValueError(f"parameter {spec.name!r} at {tuple(after)} overlaps {tuple(before)}")
+        self._validate_costs()
+
+    def _validate_types(self) -> None:
+        """A layout read from a file or made by hand may hold anything."""
+        if self.policy not in get_args(Policy):
+            raise ValueError(f"policy {self.policy!r} is not one of {', '.join(get_args(Policy))}")
+        if type(self.high_nccl_busbw) is not bool:
+            raise ValueError(f"high_nccl_busbw is {self.high_nccl_busbw!r}, expected True or False")
+        numbers: list[tuple[str, Sequence[Any]]] = [("dp_size", (self.dp_size,)), ("lower_bound", (self.lower_bound,))]
+        numbers.append(("shard_costs", self.shard_costs))
+        numbers += [(f"bucket {b}", bucket) for b, bucket in enumerate(self.buckets)]
+        numbers += [(f"placement {i}", slot) for i, slot in enumerate(self.slots)]
+        for what, values in numbers:
+            for value in values:
+                if type(value) is not int:
+                    raise ValueError(f"{what} holds {value!r}, expected an integer")
+
+    def _validate_costs(self) -> None:
+        model = self.cost_model
+        if isinstance(model, str) and model.startswith(TABLE):
+            if min(self.shard_costs) < 0 or not 0 <= self.lower_bound <= max(self.shard_costs):
+                raise ValueError(
+                    f"lower_bound {self.lower_bound} or a shard cost is below 0, or the bound over the largest of them"
+                )
+            return
+        if model not in get_args(CostModel):
+            raise ValueError(f"cost_model {model!r} is not one of {', '.join(get_args(CostModel))} or {TABLE}NAME")
+        costs = [ns_cost(spec, cast(CostModel, model)) for spec in self.params]
+        shard_costs = [0] * self.dp_size
+        for slot, cost in zip(self.slots, costs, strict=True):
+            shard_costs[slot.shard] += cost
+        for rank, (cost, expected) in enumerate(zip(self.shard_costs, shard_costs, strict=True)):
+            if cost != expected:
+                raise ValueError(f"shard {rank} costs {expected} by the model {model!r}, not {cost}")
+        if self.lower_bound != (bound := lower_bound(costs, self.dp_size)):
+            raise ValueError(f"lower_bound is {bound} by the model {model!r}, not {self.lower_bound}")
 
     def _validate_buckets(self) -> None:
         if self.dp_size < 1 or len(self.shard_costs) != self.dp_size:
@@ -215,16 +257,20 @@ class Layout:
         """The layout that `to_json` wrote. Raises ValueError for another text or a layout that is not valid."""
         try:
             fields: dict[str, Any] = json.loads(text)
-            if fields.pop("format") != FORMAT:
-                raise ValueError(f"its format is not {FORMAT}")
-            fields["params"] = tuple(ParamSpec(n, tuple(shape), *rest) for n, shape, *rest in fields["params"])
+            version = fields.pop("format")
+            if type(version) is not int or version != FORMAT:
+                raise ValueError(f"its format is {version!r}, not {FORMAT}")
+            fields["params"] = tuple(
+                ParamSpec(name, shape, gtp_size, pad_rows, shared)
+                for name, shape, gtp_size, pad_rows, shared in fields["params"]
+            )
             fields["slots"] = tuple(Placement(*slot) for slot in fields["slots"])
             fields["buckets"] = tuple(Bucket(*bucket) for bucket in fields["buckets"])
             fields["shard_costs"] = tuple(fields["shard_costs"])
             layout = cls(**fields)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            layout.validate()
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"not a layout of this version: {error}") from error
-        layout.validate()
         return layout
 
     def digest(self) -> str:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 from fused_lw.layout.balanced import balanced
-from fused_lw.layout.cost import CostModel, CostTable, batch_cost, ns_cost
-from fused_lw.layout.layout import Layout, lay_out
+from fused_lw.layout.cost import CostModel, CostTable, batch_cost, check_cost_model, lower_bound, ns_cost
+from fused_lw.layout.layout import TABLE, Layout, lay_out
 from fused_lw.layout.megatron import megatron, numel
-from fused_lw.layout.problem import Assignment, Problem
-from fused_lw.layout.spec import ParamSpec, check_specs
-
-Policy = Literal["balanced", "megatron", "numel"]
+from fused_lw.layout.problem import Assignment, Policy, Problem
+from fused_lw.layout.spec import ParamSpec, check_specs, integer
 
 
 def plan(
@@ -38,10 +36,12 @@ def plan(
     side by side in each bucket. Equal arguments give equal layouts in every process and on every platform.
 
     Raises ValueError naming the argument or the parameter: no elements, a name listed twice, no row left by
-    gtp_size and pad_rows, dp_size or bucket_size < 1, numel_slack < 0, an unknown policy or cost model, a shape that
-    the cost table lacks.
+    gtp_size and pad_rows, either of them on something that is not 2-D, dp_size or bucket_size < 1, numel_slack < 0,
+    an unknown policy or cost model, a shape that the cost table lacks. TypeError for a size that is no integer.
     """
     params = tuple(params)
+    dp_size = integer(dp_size, "dp_size")
+    bucket_size = None if bucket_size is None else integer(bucket_size, "bucket_size")
     if policy not in get_args(Policy):
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(get_args(Policy))}")
     if dp_size < 1:
@@ -50,6 +50,7 @@ def plan(
         raise ValueError(f"bucket_size must be at least 1 or None, got {bucket_size}")
     if not numel_slack >= 0:
         raise ValueError(f"numel_slack must be at least 0, got {numel_slack}")
+    check_cost_model(cost)
     check_specs(params)
 
     costs = [ns_cost(spec, cost) for spec in params]
@@ -71,8 +72,8 @@ def plan(
         buckets=buckets,
         dp_size=dp_size,
         policy=policy,
-        cost_model=cost.name if isinstance(cost, CostTable) else cost,
-        high_nccl_busbw=high_nccl_busbw,
+        cost_model=TABLE + cost.name if isinstance(cost, CostTable) else cost,
+        high_nccl_busbw=bool(high_nccl_busbw),
         shard_costs=tuple(shard_costs(problem, assignment, cost)),
         lower_bound=lower_bound(costs, dp_size)
         if isinstance(cost, str)
@@ -99,18 +100,6 @@ def shard_costs(problem: Problem, assignment: Assignment, cost: CostModel | Cost
     for (d, _), specs in batches.items():
         totals[d] += batch_cost(specs, cost)
     return totals
-
-
-def lower_bound(costs: Sequence[int], dp_size: int) -> int:
-    """No assignment has a lower maximum: the mean, the costliest, and the pigeonhole over the costliest.
-
-    Of any k * dp_size + 1 parameters some rank owns k + 1, which cost at least as much as their k + 1 cheapest.
-    """
-    if not costs:
-        return 0
-    falling = sorted(costs, reverse=True)
-    pigeonhole = (sum(falling[k * dp_size - k : k * dp_size + 1]) for k in range((len(costs) - 1) // dp_size + 1))
-    return max(-(-sum(costs) // dp_size), *pigeonhole)
 
 
 def _table_bound(params: Sequence[ParamSpec], costs: Sequence[int], table: CostTable, dp_size: int) -> int:

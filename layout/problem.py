@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from fused_lw.layout.spec import ParamSpec
+
+Policy = Literal["balanced", "megatron", "numel"]
 
 # Every parameter starts at a multiple of this many elements (128 bytes of bf16) inside its shard.
 ALIGNMENT = 64

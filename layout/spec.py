@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+def integer(value: Any, what: str) -> int:
+    """An int of anything that is one, numpy's included. Raises a TypeError that says what should have been one."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{what} must be an integer, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +28,9 @@ class ParamSpec:
     `shape` is what this rank stores. With `gtp_size` > 1 the rows of a matrix are sharded over that many ranks, and
     the last `pad_rows` rows of the gathered matrix are alignment padding, which never enters Newton-Schulz. A
     `shared_embedding` (tied with the output head) sits alone in its bucket, in shard 0.
+
+    Any integers in any sequence are taken, and kept as ints in a tuple. Raises a TypeError that names the parameter
+    for anything else.
     """
 
     name: str
@@ -21,6 +38,21 @@ class ParamSpec:
     gtp_size: int = 1
     pad_rows: int = 0
     shared_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"the name of a parameter must be a string, got {self.name!r}")
+        where = f"parameter {self.name!r}"
+        given: Any = self.shape
+        # A string is a sequence too, of digits perhaps.
+        if isinstance(given, str) or not isinstance(given, Sequence | np.ndarray):
+            raise TypeError(f"{where}: its shape must be a sequence of integers, got {given!r}")
+        shape = tuple(integer(side, f"{where}: a side of its shape {given!r}") for side in given)
+        if not isinstance(self.shared_embedding, bool):
+            raise TypeError(f"{where}: shared_embedding must be True or False, got {self.shared_embedding!r}")
+        object.__setattr__(self, "shape", shape)
+        for field in ("gtp_size", "pad_rows"):
+            object.__setattr__(self, field, integer(getattr(self, field), f"{where}: {field}"))
 
     @property
     def numel(self) -> int:
@@ -56,14 +88,19 @@ def check_specs(params: Sequence[ParamSpec]) -> None:
         if spec.name in seen:
             raise ValueError(f"parameter {spec.name!r} is listed twice")
         seen.add(spec.name)
-        if spec.numel < 1:
+        if min(spec.shape, default=1) < 1:
             raise ValueError(f"parameter {spec.name!r} of shape {spec.shape} has no elements")
         if spec.gtp_size < 1 or spec.pad_rows < 0:
             raise ValueError(
                 f"parameter {spec.name!r}: gtp_size must be at least 1 and pad_rows at least 0, "
                 f"got {spec.gtp_size} and {spec.pad_rows}"
             )
-        if spec.pad_rows and (len(spec.shape) != 2 or spec.full_shape[0] < 1):
+        if (spec.gtp_size > 1 or spec.pad_rows) and len(spec.shape) != 2:
+            raise ValueError(
+                f"parameter {spec.name!r} of shape {spec.shape}: gtp_size {spec.gtp_size} and pad_rows "
+                f"{spec.pad_rows} are of matrices, which have two dimensions"
+            )
+        if spec.full_shape and spec.full_shape[0] < 1:
             raise ValueError(
                 f"parameter {spec.name!r} of shape {spec.shape}: gtp_size {spec.gtp_size} and "
                 f"pad_rows {spec.pad_rows} leave no row"

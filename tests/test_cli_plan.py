@@ -56,7 +56,7 @@ def test_specs_and_cost_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert row(lines, "cost", "of", "the", "slowest", "rank,", "ms") == ["4.000"]
     layout = Layout.from_json(out.read_text())
     assert layout.params == tuple(ParamSpec(f"w{i}", (4, 8), gtp_size=2) for i in range(8))
-    assert layout.cost_model == "times.json"
+    assert layout.cost_model == "table:times.json"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,10 @@ def params_of(draw: st.DrawFn) -> list[ParamSpec]:
     picks = draw(
         st.lists(st.tuples(st.sampled_from(shapes), st.sampled_from([1, 1, 4]), st.integers(0, 30)), max_size=40)
     )
-    return [ParamSpec(f"p{i}", shape, gtp, shared_embedding=n == 0) for i, (shape, gtp, n) in enumerate(picks)]
+    return [
+        ParamSpec(f"p{i}", shape, gtp if len(shape) == 2 else 1, shared_embedding=n == 0)
+        for i, (shape, gtp, n) in enumerate(picks)
+    ]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 
+import numpy as np
 import pytest
 
 from fused_lw.kernels import NSRule, schedule
-from fused_lw.layout import CostTable, ParamSpec, ns_cost, ns_flops
+from fused_lw.layout import CostTable, Layout, ParamSpec, ns_cost, ns_flops, plan
 
 
 def test_megatron_costs() -> None:
@@ -48,6 +50,7 @@ def table() -> CostTable:
         pytest.param(0, 0, id="empty"),
         pytest.param(1, 10, id="below-the-smallest-no-faster"),
         pytest.param(3, 12, id="between"),
+        pytest.param(9, 16, id="rounded-up"),
         pytest.param(4, 14, id="measured"),
         pytest.param(6, 14, id="noise-is-raised"),
         pytest.param(8, 14, id="largest"),
@@ -66,13 +69,37 @@ def test_costs_of_a_table() -> None:
     assert CostTable.from_json(text).nanoseconds((4, 8), 4) == 10
 
 
+def row(**changes: object) -> str:
+    return json.dumps({"rows": [{"shape": [4, 8], "batch": 1, "seconds": 1e-3, **changes}]})
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    of_numpy = CostTable({(np.int64(4), np.int64(8)): {np.int64(2): np.float64(10e-9)}})
+    layout = plan([ParamSpec(f"w{i}", (4, 8)) for i in range(3)], dp_size=1, cost=of_numpy)
+    assert Layout.from_json(layout.to_json()) == layout
+    assert layout.shard_costs == (15,)
+
+
+def test_no_plan_costs_less_than_the_bound_of_a_table() -> None:
+    # 35/3 ns of five matrices of each shape: rounded down twice on each of two ranks, less than half of all ten's.
+    uneven = CostTable({(4, 4): {1: 3e-9, 3: 7e-9}, (4, 8): {1: 3e-9, 3: 7e-9}})
+    for count in range(1, 24):
+        params = [ParamSpec(f"w{i}", (4, 4 + 4 * (i // 2 % 2))) for i in range(count)]
+        for dp_size in (1, 2, 3):
+            plan(params, dp_size=dp_size, policy="megatron", cost=uneven).validate()
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         pytest.param(lambda: CostTable({(8, 4): {1: 1.0}}), "8x4", id="not-oriented"),
         pytest.param(lambda: CostTable({(4, 8): {}}), "4x8", id="nothing-measured"),
         pytest.param(lambda: CostTable({(4, 8): {1: float("nan")}}), "nan s for shape 4x8", id="nan"),
+        pytest.param(lambda: CostTable({(4, 8): {1: math.inf}}), "inf s for shape 4x8", id="infinite"),
         pytest.param(lambda: CostTable({(4, 8): {0: 1.0}}), "batch 0", id="batch-0"),
+        pytest.param(lambda: CostTable.from_json(row(shape="48")), "side of a shape must be an integer", id="string"),
+        pytest.param(lambda: CostTable.from_json(row(shape=[4.5, 8])), "must be an integer, got 4.5", id="float-side"),
+        pytest.param(lambda: CostTable.from_json(row(batch=True)), "batch must be an integer, got True", id="bool"),
         pytest.param(lambda: CostTable.from_json('{"rows": [{"shape": [1, 2]}]}', "t.json"), "t.json", id="no-batch"),
         pytest.param(lambda: CostTable.from_json("[]", "t.json"), "t.json", id="list"),
         pytest.param(lambda: table().nanoseconds((4, 9), 1), "no measurement of shape 4x9", id="not-measured"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_lw.layout import Bucket, Layout, ParamSpec, Placement, plan
+from fused_lw.layout import Bucket, CostTable, Layout, ParamSpec, Placement, plan
 from tests.layout.test_balanced import params_of
 
 POLICIES = ("balanced", "megatron", "numel")
@@ -125,12 +128,48 @@ W = ParamSpec("w", (4, 16))
         pytest.param([W], {"numel_slack": math.nan}, "numel_slack must be at least 0, got nan", id="slack-nan"),
         pytest.param([ParamSpec("g", (4, 16), gtp_size=0)], {}, "'g': gtp_size must be at least 1", id="gtp-0"),
         pytest.param([ParamSpec("g", (4, 16), 2, 8)], {}, "'g' of shape .* leave no row", id="gtp-no-row"),
+        pytest.param([ParamSpec("g", (2, 4, 16), 16)], {}, r"'g' of shape \(2, 4, 16\): gtp_size 16", id="gtp-3-d"),
+        pytest.param([ParamSpec("g", (16,), 16)], {}, r"'g' of shape \(16,\): gtp_size 16", id="gtp-1-d"),
+        pytest.param([ParamSpec("w", (-4, -4))], {}, r"'w' of shape \(-4, -4\) has no elements", id="negative"),
         pytest.param([W], {"cost": "guess"}, "unknown cost model 'guess'", id="cost"),
+        pytest.param([], {"cost": "guess"}, "unknown cost model 'guess'", id="cost-of-nothing"),
     ],
 )
 def test_bad_input(policy: Any, params: list[ParamSpec], arguments: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         plan(params, policy=policy, **{"dp_size": 2, **arguments})
+
+
+@pytest.mark.parametrize("number", [int, np.int64, np.uint8], ids=lambda number: number.__name__)
+@pytest.mark.parametrize("sequence", [tuple, list, np.array], ids=lambda sequence: sequence.__name__)
+def test_any_integers_in_any_sequence(sequence: Any, number: Any) -> None:
+    spec = ParamSpec("w", sequence([number(4), number(16)]), number(2), number(1))
+    assert spec == ParamSpec("w", (4, 16), 2, 1)
+    assert hash(spec) == hash(ParamSpec("w", (4, 16), 2, 1))
+    layout = plan([spec], dp_size=number(2), bucket_size=number(3), high_nccl_busbw=np.bool_(False))
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        pytest.param(lambda: ParamSpec("w", (4.5, 4.0)), "'w': a side of its shape .* got 4.5", id="float-side"),
+        pytest.param(lambda: ParamSpec("w", "64"), "'w': its shape must be a sequence of integers, got '64'", id="str"),
+        pytest.param(lambda: ParamSpec("w", 64), "'w': its shape must be a sequence of integers, got 64", id="int"),
+        pytest.param(lambda: ParamSpec("w", (4, "4")), "'w': a side of its shape", id="string-side"),
+        pytest.param(lambda: ParamSpec("w", (4, True)), "'w': a side of its shape", id="bool-side"),
+        pytest.param(lambda: ParamSpec("w", (4, 4), 1.5), "'w': gtp_size must be an integer, got 1.5", id="gtp"),
+        pytest.param(lambda: ParamSpec("w", (4, 4), "2"), "'w': gtp_size must be an integer, got '2'", id="gtp-str"),
+        pytest.param(lambda: ParamSpec("w", (4, 4), 1, None), "'w': pad_rows must be an integer, got None", id="pad"),
+        pytest.param(lambda: ParamSpec("w", (4, 4), shared_embedding=1), "'w': shared_embedding", id="embedding"),
+        pytest.param(lambda: ParamSpec(None, (4, 4)), "name of a parameter must be a string", id="name"),
+        pytest.param(lambda: plan([W], dp_size=2.0), "dp_size must be an integer, got 2.0", id="dp-size"),
+        pytest.param(lambda: plan([W], dp_size=2, bucket_size=1e6), "bucket_size must be an integer", id="bucket-size"),
+    ],
+)
+def test_what_is_no_integer_is_named(make: Any, reason: str) -> None:
+    with pytest.raises(TypeError, match=reason):
+        make()
 
 
 def test_unknown_policy() -> None:
@@ -213,8 +252,65 @@ def test_validate_wants_the_tallest_shard_to_fill_its_bucket() -> None:
         pytest.param(lambda text: json.dumps({**json.loads(text), "format": 99}), id="format"),
         pytest.param(lambda text: json.dumps({**json.loads(text), "more": 1}), id="unknown-field"),
         pytest.param(lambda text: json.dumps({**json.loads(text), "slots": []}), id="no-slots"),
+        pytest.param(lambda text: "[" * 100_000, id="nested-too-deeply"),
     ],
 )
 def test_from_json_refuses(damage: Any) -> None:
     with pytest.raises(ValueError):
         Layout.from_json(damage(two_buckets().to_json()))
+
+
+def everywhere(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every part of a JSON value, with the way to it."""
+    yield path, value
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from everywhere(part, (*path, key))
+
+
+def changed(fields: Any, path: tuple[Any, ...], value: Any) -> str:
+    *way, last = path
+    copied = part = copy.deepcopy(fields)
+    for key in way:
+        part = part[key]
+    part[last] = value
+    return json.dumps(copied)
+
+
+@pytest.mark.parametrize("cost", ["megatron", "flops"])
+def test_from_json_refuses_any_change_of_one_field(cost: Any) -> None:
+    layout = plan([*two_buckets().params, ParamSpec("gtp", (2, 8), 4, 3)], dp_size=2, bucket_size=512, cost=cost)
+    fields = json.loads(layout.to_json())
+    tried = 0
+    for path, value in list(everywhere(fields))[1:]:
+        others = [None, True, 1.5, -1, "x", [], {}, [1, 2], math.nan, math.inf, 10**30]
+        if isinstance(value, bool | str):
+            others.append(not value)
+        else:
+            others += [value + 1, float(value)] if isinstance(value, int) else [value[:-1], value + value[-1:]]
+        for other in others:
+            if type(other) is type(value) and other == value:
+                continue
+            # Another name, or no shared embedding where there was one, is another layout, and a good one.
+            if ((path[0], *path[2:]), type(other)) in ((("params", 0), str), (("params", 4), bool)):
+                continue
+            with pytest.raises(ValueError):
+                Layout.from_json(changed(fields, path, other))
+                pytest.fail(f"{path}: {value!r} changed to {other!r}")
+            tried += 1
+    assert tried > 900
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param({"shard_costs": [1, -1]}, "below 0", id="negative"),
+        pytest.param({"lower_bound": 10**12}, "the bound over the largest", id="bound"),
+        pytest.param({"cost_model": "times.json"}, "cost_model 'times.json' is not one of", id="name-alone"),
+    ],
+)
+def test_from_json_checks_what_it_can_of_a_measured_plan(changes: dict[str, Any], reason: str) -> None:
+    layout = plan([W], dp_size=2, cost=CostTable({(4, 16): {1: 1e-6}}, name="times.json"))
+    assert layout.cost_model == "table:times.json"
+    fields = json.loads(layout.to_json())
+    with pytest.raises(ValueError, match=reason):
+        Layout.from_json(json.dumps({**fields, **changes}))
