@@ -79,11 +79,12 @@ def ns_flops(r: int, s: int) -> int:
     """Operations of five Newton-Schulz steps on an r x s matrix, r <= s, by the cheaper of the two algorithms.
 
     A multiply-add counts 2; products of symmetric, commuting factors count half. Standard, per step: `A = XX'` r^2 s,
-    `A^2` r^3, `BX` 2 r^2 s. Gram with one restart: two `XX'`, two `QX`, and in r^3 four square products per step,
-    less the two in which Q = I and the last R of each of the two runs (two products each): 6 r^2 s + 14 r^3.
+    `A^2` r^3, `BX` 2 r^2 s. Gram in 16 bits restarts before steps 2 and 4, so it has three segments, of 1, 2 and 2
+    steps, with one `XX'` and one `QX` each: 9 r^2 s. In r^3 a segment of one step has the square in W; one of two has
+    the squares in both W, the two products of R between them, and `QW`: 1 + 5 + 5.
     """
     standard = NS_STEPS * (3 * r * r * s + r**3)
-    gram = 6 * r * r * s + (4 * NS_STEPS - 6) * r**3
+    gram = 9 * r * r * s + 11 * r**3
     return min(standard, gram)
 
 
