@@ -7,6 +7,7 @@ formula counts.
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from fused_lw.muon import SCALES, match_rms_adamw_scale, original_scale
 from fused_lw.rules import (
     Part,
     StepRule,
+    names_in,
     ns_rule,
     register_rule,
     sqrt_longer_side,
@@ -139,12 +141,10 @@ class Moonlight(StepRule):
 
     def parts(self, optimizer: Optimizer) -> list[Part]:
         parts = []
-        for group in optimizer.param_groups:
+        for index, group in enumerate(optimizer.param_groups):
             mine = [self._uses_muon(optimizer, param) for param in group["params"]]
-            names = group.get("param_names")
-            params = [param for param, muon in zip(group["params"], mine, strict=True) if muon]
-            if names:
-                names = [name for name, muon in zip(names, mine, strict=True) if muon]
+            params = list(itertools.compress(group["params"], mine))
+            names = list(itertools.compress(names_in(group, index), mine))
             parts.append(Part(params, self.group_rule(optimizer, group), names))
         return parts
 

@@ -7,6 +7,7 @@ is gathered and cut into matrices, and the update is cut back.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fused_lw.known_rules import EmergingOptimizers
-from fused_lw.rules import Part, register_rule, title
+from fused_lw.rules import Part, names_in, register_rule, title
 from fused_lw.step import step_groups
 from fused_lw.update import MatrixRule, Updater
 
@@ -72,10 +73,11 @@ class Megatron(EmergingOptimizers):
     def parts(self, optimizer: Optimizer) -> list[Part]:
         """The parameters that need no staging."""
         parts = []
-        for group in optimizer.param_groups:
+        for index, group in enumerate(optimizer.param_groups):
             rule = self.group_rule(optimizer, group)
-            params = [param for param in group["params"] if self._stage(optimizer, param) == _Stage()]
-            parts.append(Part(params, rule))
+            plain = [self._stage(optimizer, param) == _Stage() for param in group["params"]]
+            params = list(itertools.compress(group["params"], plain))
+            parts.append(Part(params, rule, list(itertools.compress(names_in(group, index), plain))))
         return parts
 
     def check(self, optimizer: Optimizer) -> None:

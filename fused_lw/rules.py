@@ -24,10 +24,16 @@ class Part(NamedTuple):
 
     params: list[Tensor]
     rule: MatrixRule
-    names: list[str] | None = None  # of each of params, for messages
+    names: list[str] | None = None  # of each of params, for messages; without them its place among the parts is given
 
     def group(self) -> dict[str, Any]:
         return {"params": self.params} if self.names is None else {"params": self.params, "param_names": self.names}
+
+
+def names_in(group: dict[str, Any], index: int) -> list[str]:
+    """What messages call the parameters of the optimizer's group `index`: their names, or else their places."""
+    names: list[str] | None = group.get("param_names")
+    return names or [f"parameter {position} of group {index}" for position in range(len(group["params"]))]
 
 
 class StepRule:
@@ -69,10 +75,10 @@ class StepRule:
     def parts(self, optimizer: Optimizer) -> list[Part]:
         """What to update now. The default asks `group_rule` for every group."""
         parts = []
-        for group in optimizer.param_groups:
+        for index, group in enumerate(optimizer.param_groups):
             rule = self.group_rule(optimizer, group)
             if rule is not None:
-                parts.append(Part(group["params"], rule, group.get("param_names")))
+                parts.append(Part(group["params"], rule, names_in(group, index)))
         return parts
 
     def own_params(self, optimizer: Optimizer, group: dict[str, Any]) -> list[Tensor]:
@@ -87,7 +93,7 @@ class StepRule:
         """Raise a ValueError, naming it, for a group or a parameter that cannot be stepped."""
         for index, part in enumerate(self.parts(optimizer)):
             for position, param in enumerate(part.params):
-                name = part.names[position] if part.names else f"parameter {position} of group {index}"
+                name = part.names[position] if part.names else f"parameter {position} of part {index}"
                 if hasattr(param, "device_mesh"):
                     raise ValueError(
                         f"{name} of shape {tuple(param.shape)} is a DTensor, of which this rank has a shard: "

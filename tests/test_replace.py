@@ -462,6 +462,36 @@ def test_moonlight_parameter_without_its_flag_is_refused():
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("kind", ["keller_jordan", "moonlight", "megatron"])
+def test_messages_count_the_groups_of_the_optimizer(kind):
+    params, last = make_params(), make_params([(8, 8), (4, 4)])
+    if kind == "keller_jordan":  # a group before these is Adam's
+        aux = {"params": make_params(AUX_SHAPES), "use_muon": False}
+        groups = [aux, {"params": params, "use_muon": True}, {"params": last, "use_muon": True}]
+        optimizer, where = MODULES["muon"].SingleDeviceMuonWithAuxAdam(groups), "parameter 1 of group 2"
+    elif kind == "moonlight":  # parameters before it in its group are Adam's
+        optimizer = MODULES["toy_train"].Muon(muon_params=last, adamw_params=[])
+        optimizer.param_groups[0]["params"] = (aux := make_params(AUX_SHAPES)) + last
+        optimizer.state.update({param: {"use_muon": False} for param in aux})
+        where = f"parameter {len(aux) + 1} of group 0"
+    else:  # a parameter before it is staged
+        qkv = make_params([(12, 8)])
+        optimizer = MODULES["megatron.core.optimizer.emerging_optimizers"].TensorParallelMuon(
+            [{"params": params}, {"params": qkv + last}],
+            split_qkv=True,
+            is_qkv_fn=lambda param: param is qkv[0],
+            qkv_split_shapes=[2, 1, 1],
+        )
+        where = "parameter 2 of group 1"
+    fused_lw.replace_step(optimizer)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    last[1].grad = last[1].grad.to_sparse()
+    with pytest.raises(ValueError, match=f"^{where} of shape"):
+        optimizer.step()
+
+
 def test_arguments_are_refused_by_name():
     optimizer = build("torch")
     for name in ("backend", "algorithm", "precision"):
