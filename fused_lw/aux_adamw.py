@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -56,9 +57,14 @@ class MuonWithAuxAdamW(Optimizer):
                 f"not {param_group.get('use_muon')!r}: fused_lw.split_params(model).groups() makes such groups"
             )
         member = self._members[param_group["use_muon"]]
-        member.param_groups = []
-        member.add_param_group(param_group)
-        super().add_param_group(member.param_groups.pop())
+        try:
+            # With the groups there are, so that a message counts the new one after them.
+            member.param_groups = list(self.param_groups)
+            member.add_param_group(param_group)
+            param_group = member.param_groups.pop()
+        finally:
+            member.param_groups = []
+        super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -106,10 +112,18 @@ class MuonWithAuxAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Muon first: it refuses a gradient before anything has changed.
-        for use_muon, member in self._members.items():
-            member.state = self.state
-            member.param_groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
-            own_step(type(member))(member)
-            member.param_groups = []
+        # Muon first: it refuses a gradient before anything has changed. In its place an empty group stands for each of
+        # AdamW's, so that its messages count groups as the user does.
+        muon, adamw = self._members[True], self._members[False]
+        nothing = {**muon.defaults, "params": []}
+        self._step_member(muon, [group if group["use_muon"] else dict(nothing) for group in self.param_groups])
+        self._step_member(adamw, [group for group in self.param_groups if not group["use_muon"]])
         return loss
+
+    def _step_member(self, member: Optimizer, groups: list[dict[str, Any]]) -> None:
+        try:
+            member.state, member.param_groups = self.state, groups
+            own_step(type(member))(member)
+        finally:
+            # What it kept of the state would outlive the state, when another is loaded.
+            member.state, member.param_groups = defaultdict(dict), []

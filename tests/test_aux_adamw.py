@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -158,3 +161,45 @@ def test_unknown_options_are_refused():
     same = torch.nn.Parameter(torch.ones(2, 2))
     with pytest.raises(ValueError, match="more than one parameter group"):
         fused_lw.MuonWithAuxAdamW([{"params": [same], "use_muon": True}, {"params": [same], "use_muon": False}])
+
+
+def groups_with_a_bad_parameter_last(bad):
+    vector, matrix = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, 3))
+    return [
+        {"params": [vector], "use_muon": False},
+        {"params": [matrix], "use_muon": True},
+        {"params": [torch.nn.Parameter(torch.ones(2, 2)), bad], "use_muon": True},
+    ]
+
+
+def test_messages_count_the_groups_of_the_whole_optimizer():
+    with pytest.raises(ValueError, match="parameter 1 of group 2"):
+        fused_lw.MuonWithAuxAdamW(groups_with_a_bad_parameter_last(torch.nn.Parameter(torch.ones(3))))
+    bad = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = fused_lw.MuonWithAuxAdamW(groups_with_a_bad_parameter_last(bad))
+    before = [p.clone() for group in optimizer.param_groups for p in group["params"]]
+    set_grads([p for group in optimizer.param_groups for p in group["params"]], 0)
+    bad.grad = bad.grad.to_sparse()
+    with pytest.raises(ValueError, match="parameter 1 of group 2"):
+        optimizer.step()
+    after = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(map(torch.equal, before, after))
+    bad.grad = bad.grad.to_dense()
+    optimizer.step()
+    assert not any(map(torch.equal, before, after))
+
+
+def test_a_loaded_state_replaces_the_old_one():
+    model = TinyModel()
+    optimizer = fused_lw.MuonWithAuxAdamW(fused_lw.split_params(model).groups())
+    set_grads(model.parameters(), 0)
+    optimizer.step()
+    size = len(pickle.dumps(optimizer))
+    old = weakref.ref(optimizer.state[model.up.weight]["momentum_buffer"])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert len(pickle.dumps(optimizer)) < 1.1 * size
+    assert all(not member.state for member in optimizer._members.values())
+    set_grads(model.parameters(), 1)
+    optimizer.step()
+    gc.collect()
+    assert old() is None
