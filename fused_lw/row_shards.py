@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fused_lw.kernels.device import Backend
 from fused_lw.layout import Layout, ParamSpec, plan
+from fused_lw.matrices import view_as_matrices
 from fused_lw.step import collect_work
 from fused_lw.update import MatrixRule, Updater
 
@@ -105,14 +106,17 @@ class RowExchange:
             stepped, {index: self._updates[index].view(-1) for index in self._owned}, to_owners=False
         )
         for (_, index), update in received.items():
-            _apply(held[index], update, rules[self.matrices[index].rule])
+            matrix = self.matrices[index]
+            spans = _scaled_spans(matrix, matrix.bounds[self._rank], rules[matrix.rule])
+            _apply(held[index], update, rules[matrix.rule], spans)
 
     def _orthogonalize(self, stepped: Sequence[int], rules: Sequence[MatrixRule]) -> None:
-        """Write minus the scaled orthogonal factor of every input into its update."""
-        # A step of zero weights by the whole of a gradient: momentum is behind it, rates and decay are to come.
+        """Write minus the orthogonal factor of every input into its update."""
+        # A step of zero weights by the whole of a gradient: momentum is behind it; decay, rate and scale are to come.
         bare = [
             replace(
                 rule,
+                scale=_unscaled,
                 lr=1.0,
                 weight_decay=0.0,
                 momentum=0.0,
@@ -177,9 +181,34 @@ def _advance(local: Local, rule: MatrixRule) -> Tensor:
     return grad.lerp(momentum, rule.momentum) if rule.nesterov else momentum
 
 
-def _apply(local: Local, update: Tensor, rule: MatrixRule) -> None:
+def _unscaled(rows: int, cols: int) -> float:
+    return 1.0
+
+
+def _scaled_spans(
+    matrix: RowSharded, bounds: tuple[int, int], rule: MatrixRule
+) -> list[tuple[int, int, float]]:  # elements [start, end) of this rank's, scale of the update
+    """Where blocks of different shapes, and so different scales, lie in the part of a matrix that a rank holds."""
+    start, end = bounds
+    view = view_as_matrices(torch.empty(matrix.shape, device="meta"), rule.higher_dims, rule.split_rows)
+    spans: list[tuple[int, int, float]] = []
+    position = 0
+    for block in view.blocks:
+        first, position = position, position + block.rows * block.cols
+        low, high, scale = max(first, start) - start, min(position, end) - start, rule.scale(block.rows, block.cols)
+        if low >= high:
+            continue
+        if spans and spans[-1][2] == scale:
+            low = spans.pop()[0]
+        spans.append((low, high, scale))
+    return spans
+
+
+def _apply(local: Local, update: Tensor, rule: MatrixRule, spans: Sequence[tuple[int, int, float]]) -> None:
     """Decay and move the weights. The arithmetic is that of copy-out."""
     weights = local.param if local.master is None else local.master
-    weights.mul_(1 - float(rule.lr) * float(rule.weight_decay)).add_(update.to(weights.dtype), alpha=float(rule.lr))
+    weights.mul_(1 - float(rule.lr) * float(rule.weight_decay))
+    for start, end, scale in spans:
+        weights[start:end].add_(update[start:end], alpha=float(rule.lr) * scale)
     if local.master is not None:
         local.param.copy_(local.master)

@@ -12,7 +12,8 @@ import fused_lw
 from fused_lw.layout import Layout, plan
 from fused_lw.routing import from_module
 
-LR = {"lr": 0.02, "weight_decay": 0.1}
+# At lr=0.02 one process alone, summing its micro-batches in another order, comes to differ by 6e-7 in 20 steps.
+LR = {"lr": 0.01, "weight_decay": 0.1}
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95)}
 ACCUMULATE = 4
 
@@ -87,7 +88,7 @@ class ThreeMatrices(nn.Module):
 
 
 def batch(rank: int, step: int, micro: int) -> Tensor:
-    return torch.randint(0, 16, (9,), generator=torch.Generator().manual_seed(rank + 100 * step + 10_000 * micro))
+    return torch.randint(0, 16, (33,), generator=torch.Generator().manual_seed(rank + 100 * step + 10_000 * micro))
 
 
 def somewhere(rank: int, step: int, micro: int) -> bool:
@@ -166,7 +167,7 @@ def train(
         optimizer.step()
 
 
-distances: list[float] = []  # of all that was compared
+distances: list[tuple[float, str]] = []  # of all that was compared
 
 
 def assert_same(model: nn.Module, expected: nn.Module, bound: float = 1e-6) -> None:
@@ -177,4 +178,4 @@ def assert_same(model: nn.Module, expected: nn.Module, bound: float = 1e-6) -> N
         a, b = full.detach().double(), theirs[name].detach().double()
         distance = float((a - b).norm() / b.norm())
         assert distance < bound, f"{name}: {distance:.2e}"
-        distances.append(distance)
+        distances.append((distance, name))

@@ -27,7 +27,7 @@ def refused(expected: str, function, *args, **kwargs) -> None:
 def ranks_that_differ(group, folder):
     last = group.rank() == group.size() - 1
     where = rf"ranks {dist.get_global_rank(group, 0)} and {dist.get_global_rank(group, group.size() - 1)} differ in "
-    refused(where + r"'lr' of group 0: 0\.02 and 0\.03", make, Tiny(), group, lr=0.03 if last else 0.02)
+    refused(where + r"'lr' of group 0: 0\.01 and 0\.03", make, Tiny(), group, lr=0.03 if last else 0.01)
     refused(where + "'betas' of group 1", make, Tiny(), group, adamw={"betas": (0.9, 0.95 if last else 0.9)})
     refused(where + "overlap: True and False", make, Tiny(), group, overlap=not last)
     model = Tiny()

@@ -69,7 +69,9 @@ def plain_modules(group, folder):
         optimizer = make(model, group)
         train(model, optimizer, group.rank(), range(20), accumulate, no_sync=optimizer.no_sync)
         assert_same(model, alone(Tiny, group, 20, accumulate=accumulate))
-        assert torch.equal(model.never.weight, Tiny().never.weight), "nobody's gradient: left alone"
+        start = Tiny()
+        assert torch.equal(model.never.weight, start.never.weight), "nobody's gradient: left alone"
+        assert (model.up.weight - start.up.weight).norm() > 0.1 * start.up.weight.norm(), "the steps move weights"
 
 
 def few_matrices(group, folder):

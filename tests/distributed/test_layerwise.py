@@ -53,7 +53,7 @@ def run(chosen: list, group: dist.ProcessGroup, folder: Path) -> None:
         except BaseException as error:
             raise RuntimeError(f"{scenario.__name__} on {group.size()} ranks") from error
         if group.rank() == 0:
-            worst = f", largest relative difference {max(distances):.1e}" if distances else ""
+            worst = ", largest relative difference {:.1e} ({})".format(*max(distances)) if distances else ""
             seconds = time.monotonic() - started
             print(f"{scenario.__name__} on {group.size()} ranks: {seconds:.1f} s{worst}", flush=True)
         distances.clear()
