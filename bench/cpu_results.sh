@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Regenerates bench/results/cpu.jsonl, cpu.md and the pictures in cpu/: everything that runs on a CPU, about 10 minutes
+# Regenerates bench/results/cpu.jsonl, cpu.md and the pictures in cpu/: everything that runs on a CPU, about 15 minutes
 # on two cores. Run it on a quiet machine. PYTHON names the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +18,8 @@ bench ns --model gpt2-124m --max-batch 1 --rounds 9
 bench ns --model nemotron-3-nano --scale-down 4 --max-batch 4 --rounds 15
 bench pack --model gpt2-124m --max-batch 8
 bench step --model gpt2-124m --scale-down 8 --rounds 25
-bench step --model qwen3-8b --scale-down 8 --rounds 5
+bench step --model qwen3-8b --scale-down 8 --rounds 3 \
+    --providers fused_lw "float32 loop" "torch batched" torch.optim.Muon
 bench layout --model gpt2-124m --dp 8
 bench layout --model qwen3-30b-a3b --dp 64 --ep 8
 

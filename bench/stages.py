@@ -19,7 +19,8 @@ _KERNELS = {
     "reduce_kernel": "partial sums",
     "onchip_kernel": "on chip",
 }
-COLLECTIVES = ("reduce-scatter", "all-gather")
+# gloo reduce-scatters by an all-reduce.
+COLLECTIVES = ("reduce-scatter", "all-reduce", "all-gather")
 MAX_RANK_COLUMNS = 8
 # Parts of a stage below this share of the step are summed up in one line.
 SMALL = 0.01
@@ -99,10 +100,11 @@ def table(profiles: Sequence[RankProfile]) -> Table:
     found.add_column(f"slowest: rank {worst.rank}" if ranks else "ms", justify="right")
     found.add_column("of its step", justify="right")
     for stage in _all_stages(profile.stages for profile in profiles):
-        values = [profile.stages.get(stage, 0.0) for profile in (*shown, worst)]
-        share = "" if stage in COLLECTIVES else f"{values[-1] / worst.stages['step']:.0%}"
+        values = [profile.stages.get(stage) for profile in (*shown, worst)]
+        share = "" if stage in COLLECTIVES or values[-1] is None else f"{values[-1] / worst.stages['step']:.0%}"
         name = "  " + stage.split("/", 1)[1] if "/" in stage else stage
-        found.add_row(name, *(f"{value:.3f}" for value in values), share)
+        # A part that is too small on one rank is in the "other" of that one.
+        found.add_row(name, *("" if value is None else f"{value:.3f}" for value in values), share)
     return found
 
 
@@ -111,5 +113,8 @@ def _all_stages(profiles: Iterable[Mapping[str, float]]) -> list[str]:
     seen: dict[str, None] = {}
     for stages in profiles:
         seen |= dict.fromkeys(stages)
-    whole = [stage for stage in seen if "/" not in stage]
-    return [name for stage in whole for name in seen if name == stage or name.startswith(f"{stage}/")]
+    found = []
+    for stage in (name for name in seen if "/" not in name):
+        parts = [name for name in seen if name.startswith(f"{stage}/")]
+        found += [stage, *sorted(parts, key=lambda name: name.endswith("/other"))]
+    return found

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fused_lw.bench import gate
 from fused_lw.bench.environment import Row
 
 # Up to this much over the best peer a time counts as equal.
@@ -24,8 +25,12 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
         console.print(_table(list(group)))
     for reason in dict.fromkeys(f"{r['provider']}: {r['reason']}" for r in rows if r["status"] == "unavailable"):
         console.print(f"not measured: {reason}")
-    for line in verdicts(rows):
-        console.print(line)
+    said = verdicts(rows)
+    if said:
+        classes = ", ".join(f"{name} up to {bound:g}" for name, bound in gate.BOUNDS.items())
+        console.print(f"compared within classes of error against float64 ({classes}), by the median of paired ratios:")
+    for line in said:
+        console.print(f"- {line}")
 
 
 def about(rows: Sequence[Row]) -> str:
@@ -100,7 +105,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 def _table(rows: Sequence[Row]) -> Table:
     headings, *lines = cells(rows)
-    table = Table(title=heading(rows[0]), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=heading(rows[0]), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in headings:
         table.add_column(name, justify="left" if name == "provider" else "right", no_wrap=True)
     for line in lines:

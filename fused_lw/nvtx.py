@@ -49,6 +49,10 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            # Nothing runs while a CUDA graph is captured, and nothing may be waited for.
+            yield
+            return
         if self._done + 1 == self.first == 1:
             self._start()
         with self.span("fused_lw/step"):

@@ -58,6 +58,8 @@ def test_installed_wheel_imports_in_a_fresh_environment_elsewhere(wheel, tmp_pat
     done = subprocess.run([python, "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(Path(file).is_relative_to(tmp_path) for file in done.stdout.split())
+    command = [python, "-m", "fused_lw.cli", "bench", "ns", "--help"]
+    assert "--sweep" in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     command = [python, "-m", "fused_lw.cli", "--help"]
     assert "doctor" in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 

@@ -14,7 +14,7 @@ from fused_lw import cli_profile, nvtx
 from fused_lw.bench import nsys, stages, trace
 from fused_lw.cli import main
 
-WHOLE = ["copy-in", "newton-schulz", "copy-out", "gaps", "step", "reduce-scatter", "all-gather"]
+WHOLE = ["copy-in", "newton-schulz", "copy-out", "gaps", "step", "reduce-scatter", "all-reduce", "all-gather"]
 
 # What `nsys stats --format csv` prints, written from its documented columns. 2024: nanoseconds, with a note before the
 # table. 2025: other columns in another order, other units, thousands separated, and a note about the next report.
@@ -35,6 +35,7 @@ EXPECTED = {
     "gaps": 0.5,
     "step": 8.0,
     "reduce-scatter": 0.8,
+    "all-reduce": 0.0,
     "all-gather": 0.6,
 }
 
@@ -185,6 +186,7 @@ def test_a_gpu_s_trace_is_read_from_its_own_times():
             "gaps": 0.5,
             "step": 8.0,
             "reduce-scatter": 0.0,
+            "all-reduce": 0.0,
             "all-gather": 0.6,
         }
     )
