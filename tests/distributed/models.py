@@ -39,7 +39,7 @@ class Tiny(nn.Module):
         x = self.embed(tokens)
         y = self.norm(torch.tanh(self.up(x)))
         y = y + self.conv(y.view(-1, 2, 2, 5)).repeat(1, 1, 5, 1)[:, :, :5].flatten(1)[:, :20]
-        x = x + self.down(y)
+        x = x + self.down(torch.relu(y))
         if sometimes:
             x = x + self.sometimes(x)
         x = x + self.back(torch.tanh(x @ self.experts).mean(0))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fused_lw
@@ -177,6 +178,28 @@ def half_precision(group, folder):
     assert owned == len(model.layers) // group.size()
 
 
+def half_precision_sharded(group, folder):
+    """bf16 DTensors: fp32 momenta and master weights, sharded like them."""
+    model, expected = EqualMatrices(torch.bfloat16), EqualMatrices(torch.bfloat16).float()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = fully_shard(model, mesh=mesh)
+    optimizer = LayerWiseMuon(model, process_group=group, master_weights=True, momentum_dtype=torch.float32, **LR)
+    alone_optimizer = fused_lw.Muon(list(expected.named_parameters()), **LR)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            grad = torch.randn(param.shape, generator=generator).bfloat16()
+            param.grad = distribute_tensor(grad, mesh, param.placements, src_data_rank=None)
+            other.grad = grad.float()
+        optimizer.step()
+        alone_optimizer.step()
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        master = optimizer.state[param]["master_param"]
+        assert master.to_local().shape == param.to_local().shape
+        assert (master.full_tensor() - other).norm() < 1e-6 * other.norm()
+        assert torch.equal(param.to_local(), master.to_local().bfloat16())
+
+
 def stochastic_rounding_differs_between_ranks(group, folder):
     """Equal matrices with equal gradients, each on a rank of its own."""
     weights = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -295,6 +318,7 @@ WORLD_OF_FOUR = [
     clipping_returns_the_norm_and_changes_no_gradient,
     tied_embedding_by_muon,
     half_precision,
+    half_precision_sharded,
     stochastic_rounding_differs_between_ranks,
     state_is_that_of_owned_matrices,
     gradients_set_to_none_and_steps_skipped,

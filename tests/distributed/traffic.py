@@ -110,6 +110,8 @@ def newton_schulz_work_is_what_the_layout_promised(group, folder):
         optimizer.step()
     works = [None] * group.size()
     dist.all_gather_object(works, sum(work), group=group)
+    held = sum(entry["momentum_buffer"].numel() for entry in optimizer.state.values())
+    assert abs(held * group.size() / layout.numel - 1) < 0.05, "an even part of the momenta"
     measured = max(works) * group.size() / sum(works)
     assert abs(measured / layout.imbalance - 1) < 0.05
     assert not (optimizer._replicas[0].matrices.buffers.flat == 1).any(), (
