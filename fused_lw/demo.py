@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import math
 import statistics
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 the name everybody uses
 
+from fused_lw.arguments import check_writable, usable_device
 from fused_lw.kernels.device import explain_backend
 from fused_lw.muon import Muon
 from fused_lw.plain import PlainMuon
@@ -214,7 +216,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    csv_path, png_path = args.out / "loss.csv", args.out / "loss.png"
+    try:
+        device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        args.out.mkdir(parents=True, exist_ok=True)
+        for path in (csv_path, png_path):
+            check_writable(path)
+    except (ValueError, OSError) as error:
+        print(f"fused-lw demo: {error}", file=sys.stderr)
+        return 2
     text = Text.read(device)
     batches = text.batches(args.seed)
     comparison = Comparison(device, args.seed)
@@ -234,9 +244,8 @@ def run(args: argparse.Namespace) -> int:
         f"validation loss: {first:.3f} -> {last:.3f} nats per byte in {len(ours.losses)} steps "
         f"({last / math.log(2):.2f} bits per byte)"
     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    _write_csv(args.out / "loss.csv", outcome, ours.losses, validation, console)
-    _write_png(args.out / "loss.png", outcome, ours.losses, validation, console)
+    _write_csv(csv_path, outcome, ours.losses, validation, console)
+    _write_png(png_path, outcome, ours.losses, validation, console)
     fell = last < FALL * first
     if not outcome.agree:
         console.print("[red]the two optimizers disagree beyond rounding")

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fused_lw.arguments import usable_device
 from fused_lw.kernels.coefficients import schedule
 from fused_lw.kernels.device import ResolvedBackend, architecture, explain_backend, resolve_backend
 from fused_lw.kernels.newton_schulz import NSRule, executed_flops
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PACKAGE.MODULE:FACTORY",
-        help="say instead which parameters of a model Muon would step, and why; the factory takes no arguments",
+        help="say instead which parameters of a model Muon would step, and why; the factory takes no arguments, "
+        "and its module may lie in this folder",
     )
 
 
@@ -45,16 +47,16 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     if args.model is not None:
         return _print_model(args.model, console)
-    _print_versions(console)
     if args.device is not None:
         try:
-            devices = [torch.device(args.device)]
-        except RuntimeError as error:
-            console.print(f"[red]{error}")
+            devices = [usable_device(args.device)]
+        except ValueError as error:
+            console.print(str(error), style="red", markup=False)
             return 2
     else:
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         devices.append(torch.device("cpu"))
+    _print_versions(console)
     for device in devices:
         console.print()
         _print_device(device, console)
@@ -65,7 +67,7 @@ def _print_model(where: str, console: Console) -> int:
     try:
         split = split_params(model_from(where))
     except (ValueError, TypeError) as error:
-        console.print(f"[red]{error}")
+        console.print(str(error), style="red", markup=False)
         return 2
     console.print(split.table())
     for optimizer, part in (("Muon", split.matrices), ("AdamW", split.others)):

@@ -7,6 +7,8 @@ parameter come first, then the module that owns it, then its name.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -121,12 +123,15 @@ def param_spec(name: str, param: Tensor, shared: bool) -> ParamSpec:
         raise ValueError(f"parameter {name!r} of shape {shape} has no elements")
     if not getattr(param, "is_gtp_weight_remat", False):
         return ParamSpec(name, shape, shared_embedding=shared)
-    gtp_size, pad_rows = getattr(param, "gtp_remat_size", None), getattr(param, "pad_length", 0)
+    gtp_size, pad_rows = getattr(param, "gtp_remat_size", None), getattr(param, "pad_length", None)
+    pad_rows = 0 if pad_rows is None else pad_rows  # as Megatron's step reads it
     if not isinstance(gtp_size, int) or gtp_size < 1 or param.ndim != 2:
         raise ValueError(
             f"parameter {name!r} of shape {shape} is tagged is_gtp_weight_remat: expected two dimensions and a "
             f"gtp_remat_size of at least 1, got {gtp_size!r}"
         )
+    if not isinstance(pad_rows, int):
+        raise ValueError(f"parameter {name!r} of shape {shape}: expected an integer pad_length, got {pad_rows!r}")
     spec = ParamSpec(name, shape, gtp_size, pad_rows, shared)
     if pad_rows < 0 or spec.full_shape[0] < 1:
         raise ValueError(
@@ -181,7 +186,10 @@ def split_params(model: nn.Module | Iterable[tuple[str, Tensor]]) -> ParamSplit:
 
 
 def model_from(where: str) -> nn.Module:
-    """The model that a factory makes: "package.module:factory", called without arguments and without storage.
+    """The model that a factory makes: "package.module:factory", called without arguments.
+
+    Modules are looked for in the current folder too. The model has no storage, unless its factory needs the values of
+    tensors: then it is called again and builds the model for real.
 
     Raises:
         ValueError: for anything else, saying what was expected and what was found.
@@ -189,15 +197,32 @@ def model_from(where: str) -> nn.Module:
     module, _, factory = where.partition(":")
     if not module or not factory:
         raise ValueError(f"expected package.module:factory, got {where!r}")
+    folder = os.getcwd()
+    added = [] if folder in sys.path else [folder]
+    sys.path.extend(added)  # last: it must not hide what is installed
     try:
-        make = getattr(importlib.import_module(module), factory)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{where!r} cannot be imported: {error}") from error
-    with torch.device("meta"):
-        model = make()
+        try:
+            make = getattr(importlib.import_module(module), factory)
+        except Exception as error:  # the module is anybody's code
+            raise ValueError(f"{where!r} cannot be imported: {_said(error)}") from error
+        try:
+            with torch.device("meta"):
+                model = make()
+        except Exception:  # the wrong device, or wrong on any
+            try:
+                model = make()
+            except Exception as error:
+                raise ValueError(f"{where!r} failed: {_said(error)}") from error
+    finally:
+        for folder in added:
+            sys.path.remove(folder)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{where!r} made a {type(model).__name__}, expected a torch.nn.Module")
     return model
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _checked_pair(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:

@@ -52,6 +52,28 @@ def _agreeing(comparison: demo.Comparison) -> demo.Outcome:
     return demo.Outcome(losses, [1.0] * 3, 1.0, 0.0, 0.0, [0.0, 0.0], agree=True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "foo"], "device 'foo' cannot be used"),
+        (["--device", "meta"], "device 'meta' cannot be used"),
+        (["--device", f"cuda:{torch.cuda.device_count() + 7}"], "cannot be used"),
+        (["--out", "{tmp_path}/file"], "file"),
+        (["--out", "{tmp_path}/file/below"], "file/below"),
+        (["--out", "{tmp_path}/taken"], "loss.csv"),
+    ],
+    ids=["no device", "no values", "no such GPU", "a file", "below a file", "name taken by a folder"],
+)
+def test_demo_refuses_before_it_trains(arguments, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / "loss.csv").mkdir(parents=True)
+    monkeypatch.setattr(demo, "Comparison", None)
+    assert run_demo(tmp_path / "out", *(text.format(tmp_path=tmp_path) for text in arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("fused-lw demo: ")
+    assert message in printed.err
+
+
 def test_model_has_the_size_it_says():
     size = sum(param.numel() for param in demo.ByteGPT().parameters())
     assert 1e6 < size < 5e6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -40,12 +42,60 @@ def test_doctor_divides_a_model(capsys, monkeypatch):
     assert "Muon steps 16 parameters with 1.8 M elements" in printed
 
 
+FACTORIES = """
+import torch
+from torch import nn
+
+class Depths(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rate = torch.linspace(0, 1, 3)[1].item()
+        self.up = nn.Linear(4, 8)
+
+def broken():
+    raise KeyError("no [config] here")
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def factories(tmp_path, monkeypatch):
+    (tmp_path / "models_of_this_test.py").write_text(FACTORIES)
+    (tmp_path / "unfinished_of_this_test.py").write_text("def f(:")
+    monkeypatch.chdir(tmp_path)
+    yield "models_of_this_test"
+    sys.modules.pop("models_of_this_test", None)
+
+
+def test_doctor_takes_a_model_of_this_folder_that_needs_values(factories, capsys):
+    path = list(sys.path)
+    assert main(["doctor", "--model", f"{factories}:Depths"]) == 0
+    assert "Muon steps 1 parameters" in capsys.readouterr().out
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("models_of_this_test:broken", "'models_of_this_test:broken' failed: KeyError: 'no [config] here'"),
+        ("models_of_this_test:NUMBER", "failed: TypeError: 'int' object is not callable"),
+        ("unfinished_of_this_test:f", "cannot be imported: SyntaxError"),
+    ],
+)
+def test_doctor_says_what_a_factory_did(where, message, factories, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor", "--model", where]) == 2
+    assert message in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--model", "fused_lw.demo"], "expected package.module:factory"),
         (["--model", "fused_lw.demo:NoSuchThing"], "cannot be imported"),
-        (["--device", "toaster"], "toaster"),
+        (["--device", "toaster"], "device 'toaster' cannot be used"),
+        (["--device", f"cuda:{torch.cuda.device_count() + 7}"], "cannot be used"),
     ],
 )
 def test_doctor_says_what_is_wrong_with_its_arguments(arguments, message, capsys):

@@ -93,12 +93,14 @@ def test_tags_decide() -> None:
         ("d", tagged(8, 4, shared_embedding=True)),
         ("e", tagged(8, 4, shared_embedding=True, use_muon=False)),
         ("f", tagged(2, 6, gtp_remat_size=4)),  # not sharded without its tag
+        ("g", tagged(2, 6, is_gtp_weight_remat=True, gtp_remat_size=4, pad_length=None)),
     ]
     assert from_module(named) == [
         ParamSpec("lm_head.weight", (8, 4)),
         ParamSpec("c", (2, 6), gtp_size=4, pad_rows=3),
         ParamSpec("d", (8, 4), shared_embedding=True),
         ParamSpec("f", (2, 6)),
+        ParamSpec("g", (2, 6), gtp_size=4),
     ]
     assert from_module(named)[1].full_shape == (5, 6)
 
@@ -111,6 +113,7 @@ def test_tags_decide() -> None:
         pytest.param(tagged(4, 4, is_gtp_weight_remat=True), "gtp_remat_size", id="gtp-without-size"),
         pytest.param(tagged(2, 4, 4, is_gtp_weight_remat=True, gtp_remat_size=2), "two dimensions", id="gtp-3d"),
         pytest.param(tagged(2, 4, is_gtp_weight_remat=True, gtp_remat_size=2, pad_length=4), "no row", id="no-row"),
+        pytest.param(tagged(2, 4, is_gtp_weight_remat=True, gtp_remat_size=2, pad_length="1"), "pad_length", id="pad"),
         pytest.param(nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64)), "floating point", id="complex"),
         pytest.param(nn.UninitializedParameter(), "not initialized", id="lazy"),
     ],
