@@ -14,6 +14,7 @@ from typing import NamedTuple, get_args
 from rich.console import Console
 from rich.table import Table
 
+from fused_lw.arguments import check_writable
 from fused_lw.layout import (
     CostModel,
     CostTable,
@@ -26,6 +27,7 @@ from fused_lw.layout import (
     model_specs,
     plan,
 )
+from fused_lw.plot_layout import draw, require_matplotlib
 
 EPILOG = """examples:
   fused-lw plan --model llama3-8b --dp 32 --bucket-size 400M --compare
@@ -62,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", metavar="NAME", help="a published model: " + ", ".join(model_names()))
     what.add_argument("--specs", type=Path, metavar="FILE.json", help="your own parameters (format below)")
     parser.add_argument("--dp", type=int, required=True, metavar="N", help="ranks that share the buffer: its shards")
-    parser.add_argument("--ep", type=int, default=1, metavar="E", help="expert-parallel ranks that divide the experts")
+    parser.add_argument("--ep", type=int, metavar="E", help="expert-parallel ranks that share the experts (default: 1)")
     parser.add_argument("--expert-dp", type=int, metavar="N", help="ranks that share the expert buffer (default: --dp)")
-    parser.add_argument("--gtp", type=int, default=1, metavar="G", help="ranks over which rows of dense matrices lie")
+    parser.add_argument("--gtp", type=int, metavar="G", help="ranks over which rows of dense matrices lie (default: 1)")
     parser.add_argument(
         "--bucket-size",
         type=_elements,
@@ -88,26 +90,34 @@ def run(args: argparse.Namespace) -> int:
     try:
         cost = _cost(args.cost)
         buffers = _buffers(args)
+        # Planning may take long: what cannot be written in the end is said first.
+        outputs = [_outputs(args, f"-{buffer.name}" if len(buffers) > 1 else "") for buffer in buffers]
         if args.model is not None:
             console.print(f"shapes of {args.model}: {model_source(args.model)}\n", style="dim")
-        for buffer in buffers:
+        for buffer, (json_path, plot_path) in zip(buffers, outputs, strict=True):
             planned = _plan(args, buffer, cost)
             _print(console, args, buffer, planned, cost)
-            suffix = f"-{buffer.name}" if len(buffers) > 1 else ""
-            if args.json is not None:
-                path = args.json.with_stem(args.json.stem + suffix)
-                path.write_text(next(p.layout for p in planned if p.policy == args.policy).to_json())
-                console.print(f"layout of the {args.policy} policy written to {path}")
-            if args.plot is not None:
-                from fused_lw.plot_layout import draw
-
-                path = args.plot.with_stem(args.plot.stem + suffix)
-                draw([p.layout for p in planned], _title(args, buffer), path)
-                console.print(f"picture written to {path}")
+            if json_path is not None:
+                json_path.write_text(next(p.layout for p in planned if p.policy == args.policy).to_json())
+                console.print(f"layout of the {args.policy} policy written to {json_path}")
+            if plot_path is not None:
+                draw([p.layout for p in planned], _title(args, buffer), plot_path)
+                console.print(f"picture written to {plot_path}")
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"fused-lw plan: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _outputs(args: argparse.Namespace, suffix: str) -> tuple[Path | None, Path | None]:
+    """Files of a buffer's layout and picture, which can be written."""
+    json_path, plot_path = (path and path.with_stem(path.stem + suffix) for path in (args.json, args.plot))
+    if plot_path is not None:
+        require_matplotlib()
+    for path in (json_path, plot_path):
+        if path is not None:
+            check_writable(path)
+    return json_path, plot_path
 
 
 def _elements(text: str) -> int:
@@ -128,14 +138,23 @@ def _cost(text: str) -> CostModel | CostTable:
 
 
 def _buffers(args: argparse.Namespace) -> list[Buffer]:
-    expert_dp = args.dp if args.expert_dp is None else args.expert_dp
+    options = {"--ep": args.ep, "--expert-dp": args.expert_dp, "--gtp": args.gtp}
     if args.specs is not None:
+        for option, value in options.items():
+            if value is not None:
+                raise ValueError(f"{option} goes with --model: a specs file has the sizes that one rank stores")
         return [Buffer("all", _read_specs(args.specs), args.dp)]
     kinds = {matrix.kind for matrix in load_model(args.model)}
+    for kind, meant in (("expert", ("--ep", "--expert-dp")), ("dense", ("--gtp",))):
+        for option in meant:
+            if kind not in kinds and options[option] not in (None, 1):
+                raise ValueError(f"{option} {options[option]} has no meaning: {args.model} has no {kind} matrices")
+    expert_dp = args.dp if args.expert_dp is None else args.expert_dp
+    ep, gtp = (1 if size is None else size for size in (args.ep, args.gtp))
     buffers = []
     for kind, dp_size in (("dense", args.dp), ("expert", expert_dp)):
         if kind in kinds:
-            specs = model_specs(args.model, ep=args.ep, gtp=args.gtp, kinds=(kind,))
+            specs = model_specs(args.model, ep=ep, gtp=gtp, kinds=(kind,))
             buffers.append(Buffer(kind, specs, dp_size))
     return buffers
 
@@ -150,11 +169,11 @@ def _read_specs(path: Path) -> list[ParamSpec]:
     specs = []
     for i, entry in enumerate(entries):
         try:
-            specs.append(ParamSpec(**{**entry, "shape": tuple(int(n) for n in entry["shape"])}))
-        except (KeyError, TypeError, ValueError) as error:
+            specs.append(ParamSpec(**entry))
+        except TypeError as error:
             raise ValueError(
                 f"{path}, parameter {i}: expected name, shape and perhaps gtp_size, pad_rows, shared_embedding "
-                f"({error!r})"
+                f"({error})"
             ) from error
     return specs
 
@@ -219,7 +238,7 @@ def _rows(planned: list[Planned], cost: CostModel | CostTable) -> list[tuple[str
         ("padding", [f"{layout.padding:.1%}" for layout in layouts]),
         (f"cost of the slowest rank, {unit}", [amount(max(layout.shard_costs)) for layout in layouts]),
         (f"lower bound, {unit}", [amount(layout.lower_bound) for layout in layouts]),
-        ("over the lower bound", [f"{max(x.shard_costs) / max(1, x.lower_bound) - 1:.1%}" for x in layouts]),
+        ("over the lower bound", [f"{layout.over_bound:.1%}" for layout in layouts]),
         ("imbalance, max / mean", [f"{layout.imbalance:.3f}" for layout in layouts]),
         ("most batches on a rank", [f"{layout.launches}" for layout in layouts]),
         ("largest scratch of a batch", [_bytes(_scratch(layout)) for layout in layouts]),

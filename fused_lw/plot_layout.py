@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +15,19 @@ OTHERS = "#999999"
 PADDING = "#f2f2f2"
 
 
+def require_matplotlib() -> None:
+    """Raise a ModuleNotFoundError that says what to install where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("--plot needs matplotlib: install fused-lw[plot]")
+
+
 def draw(layouts: Sequence[Layout], title: str, path: Path) -> None:
     """Write a PNG with one column a layout. Raises ModuleNotFoundError where matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.collections import PolyCollection
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("--plot needs matplotlib: install fused-lw[plot]") from error
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     elements: Counter[tuple[int, ...]] = Counter()
     for spec in layouts[0].params:
@@ -38,9 +43,9 @@ def draw(layouts: Sequence[Layout], title: str, path: Path) -> None:
         bound = max(1, layout.lower_bound)
         cost.bar(range(layout.dp_size), [c / bound for c in layout.shard_costs], width=1.0, color="#4477aa")
         cost.axhline(1, color="#bb5566", linewidth=1)
-        over = max(layout.shard_costs) / bound - 1
         cost.set_title(
-            f"{layout.policy}: slowest rank {over:.1%} over the bound, padding {layout.padding:.1%}", fontsize=9
+            f"{layout.policy}: slowest rank {layout.over_bound:.1%} over the bound, padding {layout.padding:.1%}",
+            fontsize=9,
         )
         shards.set_xlim(-0.5, layout.dp_size - 0.5)
         cost.set_xlim(-0.5, layout.dp_size - 0.5)
@@ -74,4 +79,4 @@ def draw(layouts: Sequence[Layout], title: str, path: Path) -> None:
         handles.append(Patch(color=OTHERS, label="other shapes"))
     handles.append(Patch(facecolor=PADDING, edgecolor="#cccccc", label="padding"))
     figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format="png")

@@ -101,6 +101,11 @@ class Layout:
         total = sum(self.shard_costs)
         return max(self.shard_costs) * self.dp_size / total if total else 1.0
 
+    @property
+    def over_bound(self) -> float:
+        """How much more than `lower_bound` the costliest shard costs, as a fraction; 0 is perfect."""
+        return max(self.shard_costs) / self.lower_bound - 1 if self.lower_bound else 0.0
+
     @cached_property
     def launches(self) -> int:
         """Newton-Schulz batches on the rank that runs the most of them: a matrix and its transpose share one."""

@@ -68,6 +68,11 @@ def test_specs_and_cost_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         pytest.param(["--model", "qwen3-30b-a3b", "--dp", "8", "--ep", "7"], "ep 7 does not divide", id="ep"),
         pytest.param(["--model", "gpt2-124m", "--dp", "8", "--cost", "x"], "--cost x: expected megatron", id="cost"),
         pytest.param(["--specs", "nowhere.json", "--dp", "8"], "nowhere.json", id="no-file"),
+        pytest.param(["--model", "gpt2-124m", "--dp", "8", "--ep", "3"], "gpt2-124m has no expert", id="ep-of-dense"),
+        pytest.param(
+            ["--model", "gpt2-124m", "--dp", "8", "--expert-dp", "4"], "--expert-dp 4 has no meaning", id="expert-dp"
+        ),
+        pytest.param(["--model", "experts-128", "--dp", "8", "--gtp", "2"], "no dense", id="gtp-of-experts"),
     ],
 )
 def test_errors_say_what_was_expected(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +91,12 @@ def test_errors_say_what_was_expected(arguments: list[str], reason: str, capsys:
             '[{"name": "w", "shape": [4, 4], "rows": 3}]', "parameter 0: expected name, shape", id="unknown-key"
         ),
         pytest.param('[{"name": "w", "shape": [0, 4]}]', "'w' of shape (0, 4) has no elements", id="no-elements"),
+        pytest.param('[{"name": "w", "shape": [-4, -4]}]', "'w' of shape (-4, -4) has no elements", id="negative"),
+        pytest.param('[{"name": "w", "shape": [4.5, 4]}]', "got 4.5", id="fraction"),
+        pytest.param('[{"name": "w", "shape": "64"}]', "sequence of integers, got '64'", id="string"),
+        pytest.param('[{"name": "w", "shape": [4, 4], "gtp_size": "2"}]', "gtp_size must be an integer", id="gtp"),
+        pytest.param('[{"name": 3, "shape": [4, 4]}]', "name of a parameter must be a string", id="name"),
+        pytest.param("[3]", "parameter 0: expected name, shape", id="no-object"),
         pytest.param("[", "specs.json is not JSON", id="not-json"),
     ],
 )
@@ -94,6 +105,36 @@ def test_bad_specs(tmp_path: Path, text: str, reason: str, capsys: pytest.Captur
     path.write_text(text)
     assert main(["plan", "--specs", str(path), "--dp", "2"]) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--ep", "--gtp", "--expert-dp"])
+def test_options_of_models_are_not_ignored(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "specs.json"
+    path.write_text('[{"name": "w", "shape": [4, 4]}]')
+    assert main(["plan", "--specs", str(path), "--dp", "2", option, "1"]) == 2
+    assert f"{option} goes with --model" in capsys.readouterr().err
+
+
+def test_nothing_to_plan_is_not_over_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "specs.json", tmp_path / "nothing"
+    path.write_text("[]")
+    assert main(["plan", "--specs", str(path), "--dp", "2", "--compare", "--plot", str(picture)]) == 0
+    assert row(words(capsys), "over", "the", "lower", "bound") == ["0.0%"] * 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("place", ["nowhere/out.png", "specs.json/out.png", "."])
+def test_what_cannot_be_written_is_said_first(
+    option: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fused_lw.cli_plan.plan", None)
+    Path("specs.json").write_text('[{"name": "w", "shape": [4, 4]}]')
+    assert main(["plan", "--specs", "specs.json", "--dp", "2", option, place]) == 2
+    assert place in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["many", "-3", "1.5.2M"])

@@ -94,6 +94,7 @@ def test_answers() -> None:
     assert sum(layout.shard_costs) == 3 * 8 * 8 * 16 + 3
     assert layout.lower_bound == 2 * 8 * 8 * 16
     assert layout.imbalance == pytest.approx(2 * max(layout.shard_costs) / sum(layout.shard_costs))
+    assert layout.over_bound == pytest.approx(max(layout.shard_costs) / 2048 - 1)
     assert layout.launches == 2
     assert list(layout.placements) == ["a", "b", "c", "d"]
     assert layout.digest() != plan(params, dp_size=1).digest()
@@ -108,6 +109,7 @@ def test_empty(policy: Any) -> None:
     layout = plan([], dp_size=4, bucket_size=100, policy=policy)
     layout.validate()
     assert (layout.numel, layout.buffer_numel, layout.padding, layout.imbalance, layout.launches) == (0, 0, 0, 1, 0)
+    assert layout.over_bound == 0
     assert layout.buckets == ()
     assert layout.groups(3) == ()
     assert Layout.from_json(layout.to_json()) == layout
