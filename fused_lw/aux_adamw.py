@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch.optim import AdamW, Optimizer
 
-from fused_lw.muon import Muon, keep_saved_dtypes
+from fused_lw.muon import Muon, keep_live_options, keep_saved_dtypes
 from fused_lw.replace import own_step
 
 
@@ -84,12 +84,8 @@ class MuonWithAuxAdamW(Optimizer):
 
         Checkpoints of `torch.optim.Muon` and `fused_lw.Muon` load where the groups are the same.
         """
-        groups = [
-            {"use_muon": group["use_muon"], **saved}
-            for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False)
-        ]
-        if len(groups) == len(state_dict["param_groups"]):  # otherwise torch says what does not match
-            state_dict = {**state_dict, "param_groups": groups}
+        options = {"use_muon", *self._members[True].defaults, *self._members[False].defaults}
+        state_dict = keep_live_options(self, state_dict, options)
         super().load_state_dict(state_dict)
         keep_saved_dtypes(self, state_dict, "momentum_buffer")
         keep_saved_dtypes(self, state_dict, "master_param")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -181,7 +181,7 @@ class Muon(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but momenta and master weights keep their dtype instead of taking the parameter's."""
-        super().load_state_dict(keep_live_options(self, state_dict))
+        super().load_state_dict(keep_live_options(self, state_dict, self.defaults))
         keep_saved_dtypes(self, state_dict, "momentum_buffer")
         keep_saved_dtypes(self, state_dict, "master_param")
         vars(self).pop("_updater", None)  # it holds the momenta that were replaced
@@ -232,13 +232,13 @@ def end_step(param_groups: Sequence[dict[str, Any]]) -> None:
             group["steps_done"] += 1
 
 
-def keep_live_options(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with the options that its groups lack (torch.optim.Muon knows no extras) as they are now."""
+def keep_live_options(optimizer: Optimizer, state_dict: dict[str, Any], options: Container[str]) -> dict[str, Any]:
+    """The state dict with those `options` that its groups lack (torch.optim.Muon knows no extras) as they are now."""
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(optimizer.param_groups):
         return state_dict  # refused by torch
     pairs = zip(optimizer.param_groups, saved_groups, strict=True)
-    groups = [{**{k: v for k, v in live.items() if k in optimizer.defaults}, **saved} for live, saved in pairs]
+    groups = [{**{key: live[key] for key in live if key in options}, **saved} for live, saved in pairs]
     return {**state_dict, "param_groups": groups}
 
 

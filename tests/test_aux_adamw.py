@@ -203,3 +203,17 @@ def test_a_loaded_state_replaces_the_old_one():
     optimizer.step()
     gc.collect()
     assert old() is None
+
+
+def test_a_checkpoint_of_torch_leaves_the_extras_of_each_group_as_they_are():
+    def params():
+        return [torch.nn.Parameter(torch.ones(12, 8)), torch.nn.Parameter(torch.ones(8, 8))]
+
+    first, second = params()
+    theirs = torch.optim.Muon([{"params": [first], "lr": 0.1}, {"params": [second]}])
+    first, second = params()
+    muon_group = {"params": [first], "use_muon": True, "split_rows": (4, 4, 4)}
+    ours = fused_lw.MuonWithAuxAdamW([muon_group, {"params": [second], "use_muon": True}])
+    ours.load_state_dict(theirs.state_dict())
+    assert [group["split_rows"] for group in ours.param_groups] == [(4, 4, 4), None]
+    assert ours.param_groups[0]["lr"] == 0.1
