@@ -125,7 +125,7 @@ def speed(provider: Provider, batch: Batch, sample: timing.Samples, device: torc
     """Times and rates; bytes are those of the standard iteration, operations also those that were executed."""
     seconds = timing.quantiles(sample.device).p50
     return timing.fields(sample, device) | {
-        "tflops_executed": provider.flops(batch) / seconds / 1e12,
+        "tflops_executed": None if provider.flops is None else provider.flops(batch) / seconds / 1e12,
         "tflops_standard": peers.plain_flops(batch) / seconds / 1e12,
         "gb_per_s": peers.plain_bytes(batch, provider.dtype) / seconds / 1e9,
     }

@@ -45,7 +45,7 @@ class Provider:
         make: takes the batch ([B, r, s] float32) and returns what is timed: it reads the batch, leaves it as it is,
             and returns the result [B, r, s] in any dtype.
         accuracy: the class it claims; `gate` holds it to that.
-        flops: operations it executes for a batch.
+        flops: operations it executes for a batch; None where that is its own affair.
         backend: of ours; peers have none.
         is_choice: of ours, what users get without asking for an algorithm or a backend.
         unavailable: why it cannot run here, or None.
@@ -56,7 +56,7 @@ class Provider:
     accuracy: Accuracy
     dtype: str
     algorithm: Callable[[Batch], str]
-    flops: Callable[[Batch], float]
+    flops: Callable[[Batch], float] | None
     version: str
     schedule: Schedule = JORDAN
     backend: str | None = None
@@ -241,7 +241,7 @@ def _libraries(device: torch.device) -> list[Provider]:
                 "half",
                 "fp16" if make is _make_gram else "bf16",
                 lambda _, algorithm=algorithm: algorithm,  # type: ignore[misc]
-                plain_flops,
+                None,
                 version or "",
                 rule,
                 unavailable=reason,

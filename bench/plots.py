@@ -8,6 +8,7 @@ from typing import Any
 
 from fused_lw.bench import tables
 from fused_lw.bench.environment import Row
+from fused_lw.bench.stages import COLLECTIVES
 
 # Colours that colour-blind readers tell apart (Okabe and Ito), ours first.
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -101,11 +102,12 @@ def _steps(rows: Sequence[Row], path: Path) -> Path:
 
 
 def _breakdown(rows: Sequence[Row], path: Path) -> Path:
-    """Stacked bars: the stages of a step, one bar per rank."""
+    """Stacked bars: the stages of a step, one bar per rank; collectives run beside it and are left out."""
     import matplotlib.pyplot as plt
 
     ranks = sorted({row["rank"] for row in rows})
-    stages = [stage for stage in dict.fromkeys(row["stage"] for row in rows) if "/" not in stage and stage != "step"]
+    outside = ("step", *COLLECTIVES)
+    stages = [s for s in dict.fromkeys(row["stage"] for row in rows) if "/" not in s and s not in outside]
     figure, axis = plt.subplots(figsize=(9, 1.8 + 0.4 * len(ranks)), layout="constrained")
     left = [0.0] * len(ranks)
     for n, stage in enumerate(stages):
