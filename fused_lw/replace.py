@@ -128,6 +128,15 @@ class _Settings:
         """Without what belongs to this object: scratch memory, and its scheduler's wrapper."""
         return replace(self, scheduled_step=None)
 
+    # An updater knows tensors by their identity, so pickles leave it out and make a new one.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "updater"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
+
     def parts(self, optimizer: Optimizer) -> list[Part]:
         parts = []
         for part in self.rule.parts(optimizer):
