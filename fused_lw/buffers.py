@@ -25,8 +25,10 @@ class FlatBuffers:
     """Parameters become views of one flat buffer, their gradients views of another, both as `layout` says.
 
     With `reduce` the gradients of a bucket are summed into its owners' shards (one reduce-scatter) as soon as the
-    backward has written the last of them, always in the order of the buckets; without, somebody else has reduced
-    them and there is no gradient buffer. `gather` sends the owners' new weights of a bucket to everyone.
+    backward has written the last of them that the step before had, always in the order of the buckets. Where another
+    one comes later, the bucket is reduced once more: the gradient buffer still holds what this rank has. Without
+    `reduce`, somebody else has reduced the gradients and there is no buffer for them. `gather` sends the owners' new
+    weights of a bucket to everyone.
 
     Gradients of bf16 and fp16 parameters are accumulated and reduced in fp32 (`Tensor.grad_dtype`).
 
@@ -75,6 +77,7 @@ class FlatBuffers:
         self.owned = {i: self._views[i].detach() for i in self._owned_indices()}
 
         self._gathering: list[Any] = []
+        self._next = 0  # the first bucket whose reduction has not been started
         if not reduce:
             return
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -88,6 +91,7 @@ class FlatBuffers:
             self._reduced_views[i] = self._view(self._reduced, i, start, strides[i])
             owned.grad_dtype = dtype
         self._touched = [False] * len(self.params)  # since zero_grad: has a gradient
+        self._expected = [True] * len(self.params)  # had a gradient on some rank in the step before
         for index, (param, view) in enumerate(zip(self.params, self._grad_views, strict=True)):
             existing, param.grad = param.grad, None
             param.grad_dtype = dtype
@@ -119,13 +123,27 @@ class FlatBuffers:
         for bucket in range(self._next, len(self.layout.buckets)):
             for index in self._members[bucket]:
                 self._collect(index)
-            self._start_reduction()
+            self._start_reduction(bucket)
+        self._next = len(self.waves)
+        self._begun = self._finished = True
         return list(self._touched)
+
+    def late(self) -> list[bool]:
+        """Which buckets got a gradient on this rank after their reduction had started."""
+        return [bucket in self._late for bucket in range(len(self.waves))] if self.reduce else []
+
+    def reduce_again(self, late: list[bool]) -> None:
+        """Reduce the buckets once more that are late on any rank."""
+        for bucket in itertools.compress(range(len(late)), late):
+            self._reducing[bucket].wait()
+            self._start_reduction(bucket)
 
     def give_gradients(self, touched: list[bool], factor: Tensor | None) -> None:
         """Give what this rank owns the mean gradient, times `factor`; None where no rank has one."""
-        if self.reduce and factor is not None:
-            self._reduced.mul_(factor)
+        if self.reduce:
+            self._expected = touched
+            if factor is not None:
+                self._reduced.mul_(factor)
         for index, owned in self.owned.items():
             if not touched[index]:
                 owned.grad = None
@@ -168,8 +186,7 @@ class FlatBuffers:
         """Zero the gradient buffer; with `set_to_none` its parameters also count as having no gradient."""
         if not self.reduce:
             return
-        arrived = (len(missing) < len(members) for missing, members in zip(self._missing, self._members, strict=True))
-        if self._next or any(arrived):
+        if self._begun:
             # A backward whose step was skipped: what the ranks have started they finish together.
             self.finish()
             self.await_reduction(max(self.waves))
@@ -192,28 +209,34 @@ class FlatBuffers:
         return self._reduced[start // self.layout.dp_size : end // self.layout.dp_size]
 
     def _restart(self) -> None:
-        self._next = 0  # the first bucket whose reduction has not been started
-        self._missing = [set(members) for members in self._members]
+        self._next = 0
+        self._begun = False  # whether some reduction may have started, here or elsewhere
+        self._finished = False  # whether the mean that the step will take has been asked for
+        self._missing = [{index for index in members if self._expected[index]} for members in self._members]
+        self._late: set[int] = set()
         self._reducing: list[Any] = [None] * len(self.layout.buckets)
 
     def arrived(self, index: int) -> None:
         """The backward has written a gradient."""
         if self.params[index].data_ptr() != self._views[index].data_ptr():
             return  # it belongs to a newer optimizer's buffers
-        bucket = self.layout.slots[index].bucket
-        if bucket < self._next:
+        if self._finished:
             raise RuntimeError(
-                f"{self.names[index]} got a gradient after its bucket was reduced: "
-                "run all backward passes of a step but the last inside no_sync()"
+                f"{self.names[index]} got a gradient after clip_grad_norm: step, or zero_grad, comes next"
             )
         self._collect(index)
         self._touched[index] = True
+        bucket = self.layout.slots[index].bucket
+        if bucket < self._next:
+            self._late.add(bucket)
         if not self.syncing:
             return
+        self._begun = True
         self._missing[bucket].discard(index)
         # In order, even where a later bucket is complete: collectives must start in one order on every rank.
         while self._overlap and self._next < len(self._missing) and not self._missing[self._next]:
-            self._start_reduction()
+            self._start_reduction(self._next)
+            self._next += 1
 
     def _collect(self, index: int) -> None:
         """Bring a gradient into the buffer that somebody has set, or removed, behind its back."""
@@ -227,12 +250,11 @@ class FlatBuffers:
             view.copy_(param.grad)
         param.grad = view
 
-    def _start_reduction(self) -> None:
-        start, end, _ = self.layout.buckets[self._next]
-        self._reducing[self._next] = reduce_scatter(
-            self._reduced_part(self._next), self._grads[start:end], group=self.group, async_op=True
+    def _start_reduction(self, bucket: int) -> None:
+        start, end, _ = self.layout.buckets[bucket]
+        self._reducing[bucket] = reduce_scatter(
+            self._reduced_part(bucket), self._grads[start:end], group=self.group, async_op=True
         )
-        self._next += 1
 
 
 def _arrived(buffers: weakref.ref[FlatBuffers], index: int, _: Tensor) -> None:

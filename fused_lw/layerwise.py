@@ -246,14 +246,17 @@ class LayerWiseMuon(MuonWithAuxAdamW):
         for matrices, averager in self._replicas:
             names, moved = list(averager.names), [self._homes.moved_out(param) for param in averager.params]
             seen: list[bool] = []
+            late: list[bool] = []
             if matrices is not None:
                 names += matrices.names
                 out = [self._homes.moved_out(param) for param in matrices.params]
                 moved += [a or b for a, b in zip(out, matrices.replaced(), strict=True)]
-                seen = matrices.finish()
-            flags = averager.run([*seen, *moved])
+                seen, late = matrices.finish(), matrices.late()
+            flags = averager.run([*seen, *moved, *late])
             has_gradient.append(flags[: len(seen)])
-            replaced += [name for name, flag in zip(names, flags[len(seen) :], strict=True) if flag]
+            replaced += [name for name, flag in zip(names, flags[len(seen) :], strict=False) if flag]
+            if matrices is not None:
+                matrices.reduce_again(flags[len(seen) + len(moved) :])
         if replaced:
             raise ValueError(
                 f"{replaced[0]} was replaced, or its memory, after the optimizer was made: make the optimizer last"

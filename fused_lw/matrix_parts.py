@@ -1,6 +1,7 @@
 """The matrices that one process group steps together: in flat buffers with whole owners, or as row-sharded DTensors.
 
-Both kinds go through the same four calls a step: `finish`, `ready` (only to look at gradients early), `step`, `settle`.
+Both kinds go through the same calls a step: `finish`, `late` and `reduce_again`, `ready` (only to look at gradients
+before the step), `step`, `settle`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ class Matrices(Protocol):
 
     def finish(self) -> list[bool]:
         """Start what remains of the reduction; which parameters have a gradient here."""
+
+    def late(self) -> list[bool]:
+        """What must be reduced again because of this rank."""
+
+    def reduce_again(self, late: list[bool]) -> None:
+        """Reduce again what is late on any rank."""
 
     def ready(self, touched: list[bool]) -> Tensor:
         """Wait for the gradients. Returns this rank's part of the sum of their squares."""
@@ -122,6 +129,12 @@ class OwnedMatrices:
 
     def finish(self) -> list[bool]:
         return self.buffers.finish()
+
+    def late(self) -> list[bool]:
+        return self.buffers.late()
+
+    def reduce_again(self, late: list[bool]) -> None:
+        self.buffers.reduce_again(late)
 
     def ready(self, touched: list[bool]) -> Tensor:
         self.buffers.await_reduction(max(self.buffers.waves))
@@ -228,6 +241,12 @@ class ShardedMatrices:
 
     def finish(self) -> list[bool]:
         return [param.grad is not None for param in self.params]
+
+    def late(self) -> list[bool]:
+        return []
+
+    def reduce_again(self, late: list[bool]) -> None:
+        """FSDP2 has reduced."""
 
     def ready(self, touched: list[bool]) -> Tensor:
         grads = [_local(param.grad) for param in self.params if param.grad is not None]

@@ -84,7 +84,8 @@ class ThreeMatrices(nn.Module):
     def forward(self, tokens: Tensor, sometimes: bool) -> Tensor:
         x = torch.randn(128, 32, generator=torch.Generator().manual_seed(hash(tuple(tokens.tolist())) % 2**32))
         x, y = x.split([24, 8], dim=1)
-        return (self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) - y).square().mean()
+        x = torch.tanh(self.a(x)) if sometimes else x[:, :8]
+        return (self.c(torch.tanh(self.b(x))) - y).square().mean()
 
 
 def batch(rank: int, step: int, micro: int) -> Tensor:

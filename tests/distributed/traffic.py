@@ -11,7 +11,7 @@ from torch import nn
 from fused_lw import LayerWiseMuon, buffers
 from fused_lw.kernels import pack_reference
 from fused_lw.layout import ParamSpec, model_specs, ns_cost, plan
-from tests.distributed.models import EqualMatrices, Tiny, batch, somewhere
+from tests.distributed.models import EqualMatrices, ThreeMatrices, Tiny, batch, somewhere
 from tests.distributed.scenarios import make
 
 COLLECTIVES = [
@@ -64,7 +64,7 @@ def one_reduce_scatter_and_one_all_gather_per_bucket(group, folder):
     moved = Counter(recorded.events)
     del moved["newton-schulz", 0]
     others = sum(p.numel() for p in model.parameters()) - layout.numel
-    flags = 2 * len(list(model.parameters()))  # has a gradient, was replaced
+    flags = 2 * len(list(model.parameters())) + len(layout.buckets)  # has a gradient, was replaced; is late
     expected = Counter({("all_reduce", others + flags): 1})
     for bucket in layout.buckets:
         expected["reduce-scatter", bucket.end - bucket.start] += 1
@@ -84,6 +84,20 @@ def communication_overlaps_backward_and_step(group, folder):
     assert names.index("reduce-scatter") < names.index("backward ends")
     last_newton_schulz = len(names) - 1 - names[::-1].index("newton-schulz")
     assert names.index("all-gather") < last_newton_schulz
+
+
+def late_gradients_are_reduced_again(group, folder):
+    """Of a matrix that the step before did not use, and whose gradient is the last to come."""
+    model = ThreeMatrices()
+    optimizer = make(model, group, layout="auto")
+    reductions = []
+    for used in (False, True, True):
+        optimizer.zero_grad()
+        with Recorded() as recorded:
+            model(batch(group.rank(), 0, 0), used and group.rank() == 0).backward()
+            optimizer.step()
+        reductions.append([name for name, _ in recorded.events].count("reduce-scatter"))
+    assert reductions == [1, 2, 1]
 
 
 def newton_schulz_work_is_what_the_layout_promised(group, folder):
@@ -122,5 +136,5 @@ def newton_schulz_work_is_what_the_layout_promised(group, folder):
 
 
 EVERY_WORLD = [one_reduce_scatter_and_one_all_gather_per_bucket]
-WORLD_OF_FOUR = [communication_overlaps_backward_and_step]
+WORLD_OF_FOUR = [late_gradients_are_reduced_again, communication_overlaps_backward_and_step]
 WORLD_OF_EIGHT = [newton_schulz_work_is_what_the_layout_promised]
