@@ -37,9 +37,11 @@ _DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
 
 # What a blocked symmetric product takes of a whole one on a CPU (measured at r = 768 to 1,536).
 BLOCKED_TRIANGLE = 0.8
-# On a CPU the many products of small squares cost more than their flops, and Gram has to save a quarter of the work.
-TORCH_GRAM_MIN_ROWS = 256
-TORCH_GRAM_WORTH = 0.75
+# On a CPU the many products of small squares cost more than their flops. Gram was seen to pay from this many rows on
+# where it needs at most this share of the standard iteration's flops; of blocked squares, a larger one.
+TORCH_GRAM_MIN_ROWS = 64
+TORCH_GRAM_WORTH = 0.7
+TORCH_GRAM_WORTH_BLOCKED = 0.9
 # The torch backend works through a batch in chunks of about this size, which stay in a CPU's cache.
 TORCH_CHUNK_BYTES = 16 * 2**20
 
@@ -131,7 +133,10 @@ def _cheaper_algorithm(r: int, s: int, rule: NSRule, backend: ResolvedBackend) -
     if backend == "torch" and r < TORCH_GRAM_MIN_ROWS:
         return "standard"
     gram, standard = (executed_flops(r, s, rule, algorithm, backend) for algorithm in ("gram", "standard"))
-    worth = 1.0 if backend == "triton" else TORCH_GRAM_WORTH
+    if backend == "triton":
+        worth = 1.0
+    else:
+        worth = TORCH_GRAM_WORTH if r < reference.BLOCKED_MIN_ROWS else TORCH_GRAM_WORTH_BLOCKED
     return "gram" if gram < worth * standard else "standard"
 
 
