@@ -120,6 +120,12 @@ class FlatBuffers:
         """
         if not self.reduce:
             return [i in self.owned and param.grad is not None for i, param in enumerate(self.params)]
+        for index, slot in enumerate(self.layout.slots):
+            grad = self.params[index].grad
+            if slot.bucket < self._next and grad is not self._grad_views[index]:
+                if grad is not None or self._touched[index]:
+                    self._late.add(slot.bucket)
+                self._collect(index)
         for bucket in range(self._next, len(self.layout.buckets)):
             for index in self._members[bucket]:
                 self._collect(index)

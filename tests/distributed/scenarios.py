@@ -257,6 +257,31 @@ def train_one_skipping(model, optimizer, ranks, step: int, divisor: int) -> None
         optimizer.step()
 
 
+def gradients_exchanged_after_the_backward(group, folder):
+    """By one rank only, when the reductions of the backward have started."""
+    model, expected = EqualMatrices(), EqualMatrices()
+    optimizer = make(model, group)
+    alone_optimizer = fused_lw.Muon(list(expected.named_parameters()), **LR)
+    x = torch.randn(group.size(), 8, 16, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x[group.rank()]).backward()
+        grads = []
+        for rank, part in enumerate(x):
+            alone_optimizer.zero_grad()
+            expected(part).backward()
+            grads.append([param.grad for param in expected.parameters()])
+            if rank == 0:
+                grads[0][15], grads[0][3] = torch.eye(16), torch.zeros(16, 16)
+        if group.rank() == 0:
+            model.layers[15].weight.grad, model.layers[3].weight.grad = torch.eye(16), None
+        for param, of_ranks in zip(expected.parameters(), zip(*grads, strict=True), strict=True):
+            param.grad = sum(of_ranks) / group.size()
+        optimizer.step()
+        alone_optimizer.step()
+    assert_same(model, expected)
+
+
 def optimizers_made_anew_take_over(group, folder):
     """While the old one still lives, and after it is gone."""
     model, expected = EqualMatrices(), EqualMatrices()
@@ -320,6 +345,7 @@ WORLD_OF_FOUR = [
     stochastic_rounding_differs_between_ranks,
     state_is_that_of_owned_matrices,
     gradients_set_to_none_and_steps_skipped,
+    gradients_exchanged_after_the_backward,
     optimizers_made_anew_take_over,
     closures_and_schedulers,
     backward_passes_outside_no_sync,
