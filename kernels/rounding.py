@@ -10,11 +10,13 @@ import triton.language as tl
 def cast(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
     """fp32 to DTYPE, to nearest even."""
     if INTERPRET and tl.bfloat16 == DTYPE:
-        # The interpreter truncates.
-        bits = x.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    return x.to(DTYPE)
+        # The interpreter truncates, and makes subnormal numbers of what is smaller than those.
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        y = tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(DTYPE)
+    return y
 
 
 @triton.jit
