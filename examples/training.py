@@ -58,4 +58,6 @@ def train(
             dist.all_reduce(total)
             if rank == 0:
                 print(f"step {step}: loss {float(total) / world:.6f}", flush=True)
+    # A rank that takes its groups down while another still uses them may end in an abort (gloo).
+    dist.barrier()
     dist.destroy_process_group()
