@@ -20,10 +20,6 @@ bench pack --model gpt2-124m --max-batch 8
 bench step --model gpt2-124m --scale-down 8 --rounds 25
 bench step --model qwen3-8b --scale-down 8 --rounds 3 \
     --providers fused_lw "float32 loop" "torch batched" torch.optim.Muon
-bench step --model gpt2-124m --rounds 3 --providers fused_lw "float32 loop"
-# One layer, as a CPU without bf16 instructions steps it.
-ONEDNN_MAX_CPU_ISA=AVX2 bench step --model gpt2-124m --first 4 --scale-down 4 --rounds 15 \
-    --providers fused_lw "float32 loop" torch.optim.Muon
 bench layout --model gpt2-124m --dp 8
 bench layout --model qwen3-30b-a3b --dp 64 --ep 8
 

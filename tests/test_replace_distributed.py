@@ -25,6 +25,7 @@ def worker(rank: int, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
     keller_jordan(rank)
     gtp(rank)
+    dist.barrier()  # take the groups down together
     dist.destroy_process_group()
 
 
