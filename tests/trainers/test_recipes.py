@@ -36,10 +36,11 @@ RECIPES = {
     "accelerate": ("accelerate_loop", "accelerate", 1e-4),
 }
 RUNNER = """
-import importlib, json, os, sys
+import gc, importlib, json, os, sys
 import torch.distributed as dist
 result = importlib.import_module(sys.argv[1]).main()
 if dist.is_initialized():
+    gc.collect()  # DistributedDataParallel lies in a cycle, and gloo aborts a process that ends with its group alive
     dist.barrier()  # take the groups down together
     dist.destroy_process_group()
 if os.environ.get("RANK", "0") == "0":
