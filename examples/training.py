@@ -22,7 +22,7 @@ def start(description: str) -> tuple[argparse.Namespace, nn.Module]:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of each step")
-    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--width", type=int, default=192, help="a multiple of 6, the number of heads")
     parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()
     if torch.cuda.is_available():

@@ -65,6 +65,8 @@ class ByteGPT(nn.Module):
     """A byte-level GPT of 1.9 million parameters."""
 
     def __init__(self, width: int = 192, layers: int = 4, heads: int = 6) -> None:
+        if width % heads:
+            raise ValueError(f"width must be a multiple of {heads}, the number of heads; got {width}")
         super().__init__()
         self.tokens = nn.Embedding(256, width)
         self.positions = nn.Embedding(CONTEXT, width)
