@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One CUDA GPU, under 4 minutes: the kernels' tests on it, products against cuBLAS, Newton-Schulz of 12 shapes against
-# the peers, the copies, whole steps of two models, and a profile. PYTHON names the interpreter.
-# Writes bench/results/products-<gpu>-<date>.csv and device-<gpu>-<date>.jsonl, and prints what is in them.
+# One CUDA GPU, under 4 minutes: the kernels' tests on it, Newton-Schulz of 12 shapes against the peers (cuBLAS among
+# them), the copies, whole steps of two models, and a profile. PYTHON names the interpreter.
+# Writes bench/results/device-<gpu>-<date>.jsonl.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -33,9 +33,6 @@ bench() {
 
 part 60 "$python" -m pytest -q -p no:cacheprovider tests/kernels/test_newton_schulz.py tests/kernels/test_pack.py
 
-part 30 "$python" -m fused_lw.bench.products > "$work/products.csv"
-cat "$work/products.csv"
-
 # Small, odd, square, wide; experts; dense matrices of 8B, 70B and hybrid models.
 shapes=64x2048*64,102x767*32,512x8192*2,768x768*12,768x3072*24,1024x4096*8
 shapes=$shapes,1856x2688*8,2048x5120*8,2688x4096*4,4096x4096*4,4096x14336*2,8192x8192*1
@@ -52,7 +49,6 @@ if command -v nsys > /dev/null; then tool=nsys; fi
 part 30 "$python" -m fused_lw.cli profile --tool "$tool" --bench step --model gpt2-124m --device cuda \
     --out "$work/profile" --json "$work/rows.jsonl"
 
-[ -s "$work/products.csv" ] && cp "$work/products.csv" "bench/results/products-$name.csv"
 [ -s "$work/rows.jsonl" ] && cp "$work/rows.jsonl" "bench/results/device-$name.jsonl"
 ls -l bench/results/*"$name"*
 exit $failed

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,32 @@ from typing import Any
 
 import torch
 
+from fused_lw.kernels.device import cpu_has_bf16_units
+
 Row = dict[str, Any]
 
-# How oneDNN is kept from bf16 instructions; it reads its environment once, when torch is loaded.
-ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of every benchmark that times something: where, on how many threads, and a file for the rows."""
+    parser.add_argument("--device", default=default_device(), help="cpu, cuda or cuda:N (default: cuda if it is there)")
+    parser.add_argument("--threads", type=int, help="of a CPU (default: torch's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this JSON Lines file")
+
+
+def use(args: argparse.Namespace) -> torch.device:
+    """The device of the command line, made torch's current one, with as many threads as asked for.
+
+    ValueError for a device that is not there, saying what is, or for no threads.
+    """
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
+    return use_device(args.device)
 
 
 def use_device(name: str) -> torch.device:
@@ -51,7 +73,7 @@ def describe(device: torch.device) -> Row:
         "revision": revision(),
     }
     if device.type == "cpu":
-        row |= {"threads": torch.get_num_threads(), "bf16_units": has_bf16_units()}
+        row |= {"threads": torch.get_num_threads(), "bf16_units": cpu_has_bf16_units()}
     return row
 
 
@@ -69,18 +91,6 @@ def cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def has_bf16_units() -> bool:
-    """True if torch multiplies bf16 matrices with bf16 instructions here."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    allowed = os.environ.get(ISA_VARIABLE, "DEFAULT").upper()
-    if not any(word in allowed for word in ("DEFAULT", "ALL", "BF16", "AMX")):
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def installed_version(module: str, distribution: str) -> str | None:

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -17,6 +16,7 @@ from fused_lw.bench import environment, gate, peers, roofline, shapes, tables, t
 from fused_lw.bench.environment import Row
 from fused_lw.bench.peers import Provider
 from fused_lw.bench.shapes import Batch
+from fused_lw.kernels.device import cpu_has_bf16_units
 from fused_lw.update import default_precision
 
 ROUNDS = 15
@@ -25,25 +25,21 @@ QUICK_ROUNDS, QUICK_BATCH = 3, 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_arguments(parser)
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    environment.add_arguments(parser)
     parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, or those that start with it")
     parser.add_argument("--rounds", type=int, help=f"times that everyone is timed (default: {ROUNDS})")
     parser.add_argument(
         "--quick", action="store_true", help=f"one matrix of each shape, {QUICK_ROUNDS} rounds; ends within two minutes"
     )
-    parser.add_argument("--threads", type=int, help="of a CPU (default: torch's)")
-    parser.add_argument("--peak", choices=("auto", "datasheet", "measured"), default="auto", help="of the roofline")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this JSON Lines file")
+    roofline.add_peak_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        device = environment.use_device(args.device)
+        device = environment.use(args)
         batches = shapes.from_arguments(args)
         everyone = {provider.name: provider for provider in peers.providers(device)}
         found = [everyone[name] for name in peers.select(list(everyone), args.providers)]
-        if args.threads is not None:
-            torch.set_num_threads(args.threads)
         peak = roofline.peak(device, args.peak)
     except ValueError as error:
         print(f"fused-lw bench ns: {error}", file=sys.stderr)
@@ -67,7 +63,7 @@ def quickly(provider: Provider, device: torch.device) -> Provider:
     if device.type != "cpu" or provider.unavailable is not None:
         return provider
     reason = None
-    if provider.dtype == "bf16" and not environment.has_bf16_units():
+    if provider.dtype == "bf16" and not cpu_has_bf16_units():
         reason = "this CPU has no bf16 units, and multiplies bf16 hundreds of times slower than float32"
     elif "compiled" in provider.name:
         reason = "it compiles for every shape"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -49,19 +48,15 @@ Provider = Callable[[Buffers], tuple[Call, Call]]  # copy-in and copy-out over t
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_arguments(parser)
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    environment.add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"times that everyone is timed (default: {ROUNDS})")
-    parser.add_argument("--threads", type=int, help="of a CPU (default: torch's)")
-    parser.add_argument("--peak", choices=("auto", "datasheet", "measured"), default="auto", help="of the roofline")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this JSON Lines file")
+    roofline.add_peak_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        device = environment.use_device(args.device)
+        device = environment.use(args)
         batches = shapes.from_arguments(args)
-        if args.threads is not None:
-            torch.set_num_threads(args.threads)
         peak = roofline.peak(device, args.peak)
     except ValueError as error:
         print(f"fused-lw bench pack: {error}", file=sys.stderr)
@@ -82,10 +77,7 @@ def measure(
     dtype = NSRule(schedule("jordan", 5), precision=precision).workspace_dtype
     accuracy: gate.Accuracy = "float32" if dtype == torch.float32 else "half"
     floors = roofline.floors(batch, peak, precision)
-    element_bytes = {
-        "copy-in": roofline.copy_in_bytes(dtype.itemsize),
-        "copy-out": roofline.copy_out_bytes(dtype.itemsize),
-    }
+    moved = roofline.copy_nbytes(batch.size * batch.r * batch.s, dtype)
     rows: dict[tuple[str, str], Row] = {}
     calls: dict[Stage, dict[str, Call]] = {"copy-in": {}, "copy-out": {}}
     for name, provider in providers.items():
@@ -121,8 +113,7 @@ def measure(
         for name, samples in taken.items():
             row = rows[stage, name]
             row |= {"rounds": rounds} | timing.fields(samples, device)
-            moved = batch.size * batch.r * batch.s * element_bytes[stage]
-            row["copy_gb_per_s"] = moved / row["p50_ms"] / 1e6
+            row["copy_gb_per_s"] = moved[stage] / row["p50_ms"] / 1e6
             row |= roofline.against(floors[stage], samples, peak)
             if name == "fused_lw" and rivals:
                 best = min(rivals, key=lambda rival: timing.quantiles(taken[rival].device).p50)

@@ -18,6 +18,7 @@ from fused_lw.bench import environment, shapes, timing
 from fused_lw.bench.shapes import Batch
 from fused_lw.kernels import NSRule, schedule, work
 from fused_lw.kernels.newton_schulz import Precision
+from fused_lw.kernels.pack_reference import copy_in_nbytes, copy_out_nbytes
 from fused_lw.update import default_precision
 
 Stage = Literal["copy-in", "newton-schulz", "copy-out"]
@@ -101,10 +102,10 @@ def floors(batch: Batch, peak: Peak, precision: Precision) -> dict[Stage, float]
     Newton-Schulz by the algorithm that needs least, with the operations that it needs (half of symmetric products)
     and every operand read and written once. Copies are those of float32 gradients, momenta and parameters.
     """
-    elements = batch.size * batch.r * batch.s
-    workspace = NSRule(schedule("jordan", 5), precision=precision).workspace_dtype.itemsize
+    workspace = NSRule(schedule("jordan", 5), precision=precision).workspace_dtype
+    copies = copy_nbytes(batch.size * batch.r * batch.s, workspace)
     return {
-        "copy-in": elements * copy_in_bytes(workspace) / peak.bandwidth,
+        "copy-in": copies["copy-in"] / peak.bandwidth,
         "newton-schulz": min(
             max(w.useful_flops / peak.flops, w.nbytes / peak.bandwidth)
             for w in (
@@ -115,7 +116,7 @@ def floors(batch: Batch, peak: Peak, precision: Precision) -> dict[Stage, float]
                 for algorithm in ("standard", "gram")
             )
         ),
-        "copy-out": elements * copy_out_bytes(workspace) / peak.bandwidth,
+        "copy-out": copies["copy-out"] / peak.bandwidth,
     }
 
 
@@ -132,19 +133,22 @@ def against(floor: float | None, samples: timing.Samples, peak: Peak) -> environ
     }
 
 
-def copy_in_bytes(workspace: int) -> int:
-    """Bytes an element: a float32 gradient is read, a float32 momentum read and written, the workspace written."""
-    return 4 + 2 * 4 + workspace
+def copy_nbytes(elements: int, workspace: torch.dtype) -> dict[Stage, int]:
+    """Bytes that the copies around Newton-Schulz move, of float32 gradients, momenta and parameters."""
+    return {
+        "copy-in": copy_in_nbytes(elements, torch.float32, torch.float32, workspace),
+        "copy-out": copy_out_nbytes(elements, torch.float32, workspace),
+    }
 
 
-def copy_out_bytes(workspace: int) -> int:
-    """Bytes an element: the factor is read, a float32 parameter read and written."""
-    return workspace + 2 * 4
+def add_peak_argument(parser: argparse.ArgumentParser) -> None:
+    """The choice of `peak`'s source."""
+    parser.add_argument("--peak", choices=("auto", "datasheet", "measured"), default="auto", help="of the roofline")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_arguments(parser)
-    parser.add_argument("--device", default="cpu", help="measure this device's peak (default: cpu)")
+    parser.add_argument("--device", default=environment.default_device(), help="measure the peak of this one")
     parser.add_argument(
         "--of", metavar="NAME", help="instead: by data sheet, " + ", ".join(p.device for _, p in DATASHEETS)
     )

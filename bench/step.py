@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -34,25 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ep", type=int, default=1, metavar="E", help="experts lie on E ranks: take one's share")
     parser.add_argument("--first", type=int, metavar="N", help="only so many matrices, from the first on")
     parser.add_argument("--scale-down", type=int, default=1, metavar="K", help="divide every dimension by this")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    environment.add_arguments(parser)
     parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, or those that start with it")
     parser.add_argument("--rounds", type=int, help=f"steps that are timed of each (default: {ROUNDS})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_MATRICES} matrices, {QUICK_ROUNDS} rounds")
-    parser.add_argument("--threads", type=int, help="of a CPU (default: torch's)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this JSON Lines file")
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        device = environment.use_device(args.device)
+        device = environment.use(args)
         shapes = shapes_of(args.model, args.ep, args.first, args.scale_down)
         everyone = {provider.name: provider for provider in step_providers(device)}
         providers = [everyone[name] for name in select(list(everyone), args.providers)]
     except ValueError as error:
         print(f"fused-lw bench step: {error}", file=sys.stderr)
         return 2
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     if args.quick:
         shapes = shapes[:QUICK_MATRICES]
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
