@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,6 +17,8 @@ BACKENDS: tuple[Backend, ...] = ("auto", "torch", "triton")
 
 # fp16/bf16 tensor cores and cp.async start with compute capability 8.0.
 MIN_CUDA_CAPABILITY = (8, 0)
+# How oneDNN is kept from bf16 instructions.
+ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 HIP_ARCHITECTURES = ("gfx942", "gfx950")
 
 
@@ -28,6 +31,22 @@ def triton_available() -> bool:
 def interpreting() -> bool:
     """True if Triton kernels are interpreted on the CPU (`TRITON_INTERPRET=1`)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+@functools.cache
+def cpu_has_bf16_units() -> bool:
+    """True if torch multiplies bf16 matrices with bf16 instructions on this CPU; without, it is far slower than fp32.
+
+    oneDNN's variable `ONEDNN_MAX_CPU_ISA` can forbid them; it is read once, when torch is loaded.
+    """
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    allowed = os.environ.get(ISA_VARIABLE, "DEFAULT").upper()
+    if not any(word in allowed for word in ("DEFAULT", "ALL", "BF16", "AMX")):
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 @functools.cache

@@ -41,6 +41,11 @@ def segments(schedule: tuple[Triple, ...], square_dtype: torch.dtype) -> list[tu
     return [schedule[i:j] for i, j in itertools.pairwise(cuts)]
 
 
+def passes(algorithm: Algorithm, schedule: tuple[Triple, ...], square_dtype: torch.dtype) -> int:
+    """How often the standard or the Gram iteration multiplies X, and so goes from X to Y or back."""
+    return len(schedule) if algorithm == "standard" else len(segments(schedule, square_dtype))
+
+
 def square_scale(r: int, dtype: torch.dtype) -> float:
     """Power of two that the first X X^T is stored times, to keep its entries fp16 normal numbers.
 
@@ -88,19 +93,19 @@ def _partials(batch: int, r: int, splits: int, arena: Arena) -> Tensor | None:
 
 
 def standard(
-    X: Tensor,  # [B, r, s], unnormalized; destroyed
-    norm: InputNorm,
+    X: Tensor,  # [B, r, s]; destroyed
+    Y: Tensor,  # [B, r, s] of dtype x_dtype, what X alternates with
+    norm: InputNorm | None,  # None: X is normalized already
     schedule: tuple[Triple, ...],
     x_dtype: torch.dtype,
     square_dtype: torch.dtype,
     arena: Arena,
     splits: int = 1,  # parts that X X^T is summed in
 ) -> tuple[list[Stage], Tensor]:
-    """Program of the standard iteration and the tensor that it leaves the result in (X's storage or scratch)."""
-    batch, r, s = X.shape
+    """Program of the standard iteration and the tensor that it leaves the result in (X's storage or Y)."""
+    batch, r, _ = X.shape
     A = arena.take(batch, r, r, square_dtype)
     B = arena.take(batch, r, r, square_dtype)
-    Y = arena.take(batch, r, s, x_dtype)
     partials = _partials(batch, r, splits, arena)
     stages: list[Stage] = []
     for n, (a, b, c) in enumerate(schedule):
@@ -120,23 +125,23 @@ def standard(
 
 
 def gram(
-    X: Tensor,  # [B, r, s], unnormalized; destroyed
-    norm: InputNorm,
+    X: Tensor,  # [B, r, s]; destroyed
+    Y: Tensor,  # [B, r, s] of dtype x_dtype, what X alternates with
+    norm: InputNorm | None,  # None: X is normalized already
     schedule: tuple[Triple, ...],
     x_dtype: torch.dtype,
     square_dtype: torch.dtype,
     arena: Arena,
     splits: int = 1,  # parts that X X^T is summed in
 ) -> tuple[list[Stage], Tensor]:
-    """Program of the Gram iteration and the tensor that it leaves the result in (X's storage or scratch)."""
-    batch, r, s = X.shape
+    """Program of the Gram iteration and the tensor that it leaves the result in (X's storage or Y)."""
+    batch, r, _ = X.shape
     R, T, *free = (arena.take(batch, r, r, square_dtype) for _ in range(5))
-    Y = arena.take(batch, r, s, x_dtype)
     partials = _partials(batch, r, splits, arena)
     stages: list[Stage] = []
-    first: InputNorm | None = norm
-    for segment in segments(schedule, square_dtype):
-        g = square_scale(r, square_dtype) if first is not None else 1.0
+    for k, segment in enumerate(segments(schedule, square_dtype)):
+        first = norm if k == 0 else None
+        g = square_scale(r, square_dtype) if k == 0 else 1.0
         stages += _gram_matrix(X, R, g, first, partials, exact=True)
         Q: Tensor | None = None
         shift = 0.0  # the factor of the segment so far is Q + shift * I
@@ -164,7 +169,6 @@ def gram(
         stages.append((General(Q, X, Y, beta=shift, norm=first),))
         free.append(Q)
         X, Y = Y, X.view(x_dtype)
-        first = None
     return stages, X
 
 

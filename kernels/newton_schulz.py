@@ -18,8 +18,18 @@ from torch import Tensor
 from fused_lw.kernels import coefficients as _coefficients
 from fused_lw.kernels import reference
 from fused_lw.kernels.coefficients import Coefficients, Triple
-from fused_lw.kernels.device import Backend, ResolvedBackend, resolve_backend
-from fused_lw.kernels.iteration import ONCHIP_MAX_ROWS, ONCHIP_MAX_STEPS, Algorithm, gram, onchip, splits_of, standard
+from fused_lw.kernels.device import Backend, ResolvedBackend, cpu_has_bf16_units, resolve_backend
+from fused_lw.kernels.iteration import (
+    ONCHIP_MAX_ROWS,
+    ONCHIP_MAX_STEPS,
+    Algorithm,
+    gram,
+    onchip,
+    passes,
+    splits_of,
+    standard,
+)
+from fused_lw.kernels.pack_reference import fp16_scale
 from fused_lw.kernels.products import Arena, General, InputNorm, Stage, Symmetric, Update, row_stride
 
 Precision = Literal["fp32", "bf16", "fp16", "mixed"]
@@ -28,6 +38,7 @@ ALGORITHMS = ("auto", "standard", "gram")
 
 # precision -> dtype of the input X, of every later X, and of the squares. The squares of "bf16" are fp16, but for those
 # that multiply X: they have no need of bf16's range, and a Gram iteration in bf16 is unusable.
+# On a CPU with bf16 units the standard iteration has them in bf16 all the same: they multiply nothing else fast.
 _DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
     "fp32": (torch.float32, torch.float32, torch.float32),
     "bf16": (torch.bfloat16, torch.bfloat16, torch.float16),
@@ -37,10 +48,10 @@ _DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
 
 # What a blocked symmetric product takes of a whole one on a CPU (measured at r = 768 to 1,536).
 BLOCKED_TRIANGLE = 0.8
-# On a CPU the many products of small squares cost more than their flops. Gram was seen to pay from this many rows on
-# where it needs at most this share of the standard iteration's flops; of blocked squares, a larger one.
-TORCH_GRAM_MIN_ROWS = 64
-TORCH_GRAM_WORTH = 0.7
+# On a CPU the many products of small squares cost more than their flops. Gram was seen to pay where its flops and these
+# are at most this share of the standard iteration's; of blocked squares, a larger one.
+TORCH_GRAM_OVERHEAD = 2.5e6
+TORCH_GRAM_WORTH = 0.75
 TORCH_GRAM_WORTH_BLOCKED = 0.9
 # The torch backend works through a batch in chunks of about this size, which stay in a CPU's cache.
 TORCH_CHUNK_BYTES = 16 * 2**20
@@ -86,6 +97,17 @@ class NSRule:
         """The dtype that copy-in writes X in."""
         return _DTYPES[self.precision][0]
 
+    @property
+    def x_dtype(self) -> torch.dtype:
+        """The dtype of every later X, the result included."""
+        return _DTYPES[self.precision][1]
+
+    def square_dtype(self, algorithm: Algorithm, backend: ResolvedBackend) -> torch.dtype:
+        """The dtype of the squares, but for those that multiply X, which take X's."""
+        if self.precision == "bf16" and algorithm == "standard" and backend == "torch" and cpu_has_bf16_units():
+            return torch.bfloat16
+        return _DTYPES[self.precision][2]
+
     def resolve_algorithm(self, r: int, s: int, backend: ResolvedBackend) -> Algorithm:
         """The algorithm that runs for r x s matrices; it depends on nothing else, so neither do a matrix's bits."""
         if self.algorithm == "standard":
@@ -93,7 +115,11 @@ class NSRule:
         small = r <= ONCHIP_MAX_ROWS and len(self.schedule) <= ONCHIP_MAX_STEPS
         if backend == "triton" and small and self.precision != "fp32":
             return "onchip"
-        return self.algorithm if self.algorithm != "auto" else _cheaper_algorithm(r, s, self, backend)
+        if self.algorithm != "auto":
+            return self.algorithm
+        if self.square_dtype("standard", backend) == torch.bfloat16:
+            return "standard"
+        return _cheaper_algorithm(r, s, self, backend)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,16 +132,24 @@ class Problem:
 
 
 def _program(
-    X: Tensor, norm: InputNorm, rule: NSRule, arena: Arena, backend: ResolvedBackend
+    X: Tensor, Y: Tensor, norm: InputNorm | None, rule: NSRule, arena: Arena, backend: ResolvedBackend
 ) -> tuple[list[Stage], Tensor]:
-    """The stages that orthogonalize X, and the tensor that holds the result after them."""
+    """The stages that orthogonalize X, by way of Y, and the tensor that holds the result after them."""
     algorithm = rule.resolve_algorithm(X.shape[1], X.shape[2], backend)
-    _, x_dtype, square_dtype = _DTYPES[rule.precision]
     if algorithm == "onchip":
-        return onchip(X, norm, rule.schedule, x_dtype)
+        assert norm is not None, "the on-chip kernel normalizes"
+        return onchip(X, norm, rule.schedule, Y.dtype)
     build = gram if algorithm == "gram" else standard
     splits = splits_of(X.shape[1], X.shape[2]) if backend == "triton" else 1
-    return build(X, norm, rule.schedule, x_dtype, square_dtype, arena, splits)
+    return build(X, Y, norm, rule.schedule, Y.dtype, rule.square_dtype(algorithm, backend), arena, splits)
+
+
+def _take_y(X: Tensor, rule: NSRule, arena: Arena, backend: ResolvedBackend) -> Tensor:
+    """What an iteration needs beside X, of X's shape, in the dtype that it computes X in."""
+    batch, r, s = X.shape
+    if rule.resolve_algorithm(r, s, backend) == "onchip":
+        return X.view(rule.x_dtype)
+    return arena.take(batch, r, s, rule.x_dtype)
 
 
 def meta_program(shape: tuple[int, int, int], rule: NSRule, backend: ResolvedBackend) -> tuple[list[Stage], Arena]:
@@ -125,19 +159,16 @@ def meta_program(shape: tuple[int, int, int], rule: NSRule, backend: ResolvedBac
     X = torch.empty(batch, r, row_stride(s, dtype), dtype=dtype, device="meta")[..., :s]
     norm = InputNorm(torch.empty(batch, device="meta"), None, rule.eps, rule.eps_rule, rule.norm_factor)
     arena = Arena(None)
-    return _program(X, norm, rule, arena, backend)[0], arena
+    return _program(X, _take_y(X, rule, arena, backend), norm, rule, arena, backend)[0], arena
 
 
 @functools.lru_cache(maxsize=1024)
 def _cheaper_algorithm(r: int, s: int, rule: NSRule, backend: ResolvedBackend) -> Algorithm:
-    if backend == "torch" and r < TORCH_GRAM_MIN_ROWS:
-        return "standard"
     gram, standard = (executed_flops(r, s, rule, algorithm, backend) for algorithm in ("gram", "standard"))
     if backend == "triton":
-        worth = 1.0
-    else:
-        worth = TORCH_GRAM_WORTH if r < reference.BLOCKED_MIN_ROWS else TORCH_GRAM_WORTH_BLOCKED
-    return "gram" if gram < worth * standard else "standard"
+        return "gram" if gram < standard else "standard"
+    worth = TORCH_GRAM_WORTH if r < reference.BLOCKED_MIN_ROWS[torch.float32] else TORCH_GRAM_WORTH_BLOCKED
+    return "gram" if gram + TORCH_GRAM_OVERHEAD < worth * standard else "standard"
 
 
 def executed_flops(
@@ -149,7 +180,7 @@ def executed_flops(
     if backend == "triton":
         triangle = 0.5
     else:
-        triangle = 1.0 if r < reference.BLOCKED_MIN_ROWS else BLOCKED_TRIANGLE
+        triangle = 1.0 if r < reference.BLOCKED_MIN_ROWS[torch.float32] else BLOCKED_TRIANGLE
     stages, _ = meta_program((1, r, s), dataclasses.replace(rule, algorithm=algorithm), backend)
     products = list(itertools.chain.from_iterable(stages))
     symmetric = sum(2.0 * r * r * p.P.shape[2] for p in products if isinstance(p, Symmetric))
@@ -233,7 +264,8 @@ def prepare(
     programs: list[list[Stage]] = []
     results: list[Tensor | None] = []
     for problem, update in zip(problems, updates or [None] * len(problems), strict=True):
-        stages, result = _program(problem.X, _input_norm(problem, rule), rule, arena, "triton")
+        Y = _take_y(problem.X, rule, arena, "triton")
+        stages, result = _program(problem.X, Y, _input_norm(problem, rule), rule, arena, "triton")
         *_, (last,) = stages
         if update is not None and isinstance(last, General):
             stages[-1] = (replace(last, update=update),)
@@ -259,25 +291,42 @@ def _prepare_torch(
     problems: Sequence[Problem], shapes: Sequence[tuple[int, int, int]], rule: NSRule, scratch: Tensor
 ) -> Callable[[], list[Tensor | None]]:
     """One chunk of one problem after the other, all in the same scratch, each leaving its result in problem.X."""
-    chunks: list[tuple[list[Stage], Tensor, Tensor]] = []  # program, where it leaves its result, where that goes
+    calls: list[reference.Call] = []
     for problem, shape in zip(problems, shapes, strict=True):
         batch, size = shape[0], _torch_chunk(shape, rule)
         for start in range(0, batch, size):
             chunk = slice(start, min(start + size, batch))
-            X = problem.X[chunk]
-            stages, result = _program(X, _input_norm(problem, rule, chunk), rule, Arena(scratch), "torch")
-            chunks.append((stages, result, X.view(result.dtype)))
-    results: list[Tensor | None] = [problem.X.view(_DTYPES[rule.precision][1]) for problem in problems]
+            calls += _chunk_calls(problem.X[chunk], _input_norm(problem, rule, chunk), rule, scratch)
+    results: list[Tensor | None] = [problem.X.view(rule.x_dtype) for problem in problems]
 
     def run() -> list[Tensor | None]:
-        for stages, result, home in chunks:
-            for product in itertools.chain.from_iterable(stages):
-                reference.run(product)
-            if result.data_ptr() != home.data_ptr():
-                home.copy_(result)
+        for call in calls:
+            call()
         return results
 
     return run
+
+
+def _chunk_calls(X: Tensor, norm: InputNorm, rule: NSRule, scratch: Tensor) -> list[reference.Call]:
+    """What orthogonalizes X in place."""
+    arena = Arena(scratch)
+    Y = _take_y(X, rule, arena, "torch")
+    algorithm = rule.resolve_algorithm(X.shape[1], X.shape[2], "torch")
+    square_dtype = rule.square_dtype(algorithm, "torch")
+    if X.dtype == Y.dtype == square_dtype != torch.float16:
+        # No product has to round once more for the norm when X is divided by it first. It starts where it has to
+        # for the last product to lie in X.
+        begin, other = (X, Y) if passes(algorithm, rule.schedule, square_dtype) % 2 == 0 else (Y, X)
+        stages, result = _program(begin, other, None, rule, arena, "torch")
+        calls: list[reference.Call] = [functools.partial(reference.normalize, X, norm, begin)]
+    else:
+        stages, result = _program(X, Y, norm, rule, arena, "torch")
+        calls = []
+    calls += itertools.chain.from_iterable(map(reference.calls, itertools.chain.from_iterable(stages)))
+    home = X.view(result.dtype)
+    if result.data_ptr() != home.data_ptr():
+        calls.append(functools.partial(home.copy_, result))
+    return calls
 
 
 def _check_problem(i: int, problem: Problem, rule: NSRule) -> tuple[int, int, int]:
@@ -383,15 +432,19 @@ def _pack(
     batch, r, s = matrices.shape
     dtype = rule.workspace_dtype
     X = torch.empty(batch, r, row_stride(s, dtype), dtype=dtype, device=matrices.device)[..., :s]
-    # One reduction a matrix: reducing a batch at once may sum in an order that depends on the batch.
-    sq_norm = torch.stack([torch.linalg.vector_norm(m.float()) for m in matrices]).square()
     if rule.precision != "fp16":
         X.copy_(matrices)
-        return Problem(X, sq_norm)
-    # 2^-exponent of ‖X‖: entries then are as large as fp16 allows without the first product leaving its range.
-    scale = torch.exp2(-torch.frexp(sq_norm.sqrt()).exponent.float())
-    X.copy_(matrices * scale[:, None, None])
+        return Problem(X, _sq_norms(X))
+    exact = matrices.float().contiguous()
+    sq_norm = _sq_norms(exact)
+    scale = fp16_scale(sq_norm, r * s)
+    X.copy_(exact * scale.view(-1, 1, 1))
     return Problem(X, sq_norm, scale)
+
+
+def _sq_norms(X: Tensor) -> Tensor:
+    """[B] One reduction a matrix: over a batch, or other strides, the order of the sum could be another."""
+    return torch.stack([torch.linalg.vector_norm(m, dtype=torch.float32) for m in X]).square_()
 
 
 def _check_matrix(name: str, X: Tensor) -> None:

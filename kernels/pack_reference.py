@@ -96,6 +96,7 @@ def copy_in(pack: Pack) -> None:
     """
     for group in pack.groups:
         _zero_padding(group.workspace)
+        norms = group.sq_norm.unbind()  # squared at the end
         for index, matrix in enumerate(group.matrices):
             momentum = matrix.momentum.view(matrix.rows, matrix.cols)
             assert matrix.grad is not None
@@ -117,13 +118,12 @@ def copy_in(pack: Pack) -> None:
             if group.scale is None:
                 if update is not out:
                     out.copy_(update)
-                torch.linalg.vector_norm(out, dtype=torch.float32, out=group.sq_norm[index])
-                group.sq_norm[index].square_()
+                torch.linalg.vector_norm(out, dtype=torch.float32, out=norms[index])
             else:
-                torch.linalg.vector_norm(update, dtype=torch.float32, out=group.sq_norm[index])
-                group.sq_norm[index].square_()
-                group.scale[index] = fp16_scale(group.sq_norm[index], update.numel())
+                torch.linalg.vector_norm(update, dtype=torch.float32, out=norms[index])
+                group.scale[index] = fp16_scale(norms[index].square(), update.numel())
                 out.copy_(update.float() * group.scale[index])
+        group.sq_norm.square_()
 
 
 def fp16_scale(sq_norm: Tensor, numel: int) -> Tensor:

@@ -25,12 +25,18 @@ class InputNorm:
     eps_rule: Literal["clamp", "add"]
     factor: float
 
+    def divisor(self) -> Tensor:
+        """[B] fp32, 1 / sigma but for the scale; 1 for a zero matrix without eps, so that zeros stay zeros."""
+        norm = self.sq_norm.sqrt()
+        if self.factor != 1.0:
+            norm.mul_(self.factor)
+        norm = norm.clamp_min_(self.eps) if self.eps_rule == "clamp" else norm.add_(self.eps)
+        return norm if self.eps > 0.0 else norm.masked_fill_(norm == 0, 1.0)
+
     def sigma(self) -> Tensor:
-        """[B] fp32; 0 for a zero matrix without eps, so that zeros stay zeros."""
-        norm = self.sq_norm.sqrt() * self.factor
-        norm = norm.clamp_min(self.eps) if self.eps_rule == "clamp" else norm + self.eps
-        sigma = torch.where(norm == 0, 0.0, 1.0 / norm)
-        return sigma if self.scale is None else sigma / self.scale
+        """[B] fp32"""
+        sigma = self.divisor().reciprocal_()
+        return sigma if self.scale is None else sigma.div_(self.scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

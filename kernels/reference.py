@@ -2,156 +2,165 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from fused_lw.kernels.coefficients import Triple
-from fused_lw.kernels.products import General, InputNorm, OnChip, Product, Reduce
+from fused_lw.kernels.device import cpu_has_bf16_units
+from fused_lw.kernels.products import General, InputNorm, OnChip, Product, Reduce, Symmetric
 
 # From this many rows on, one matrix keeps the cores of a CPU busy: half of a symmetric product can be left out, and
 # a loop over matrices is no slower than MKL's batched gemm (measured on 2 cores).
-BLOCKED_MIN_ROWS = 384
+BLOCKED_MIN_ROWS = {torch.float32: 448, torch.bfloat16: 640}
 BLOCK_ROWS = 192
+
+
+Call = Callable[[], object]
 
 
 def run(product: Product) -> None:
     """Compute one product into its `out`."""
-    p = product
-    if isinstance(p, General):
-        general_product(p.L, p.X, out=p.out, alpha=p.alpha, beta=p.beta, norm=p.norm)
-    elif isinstance(p, Reduce):
-        sum_partials(p.partials, out=p.out, alpha=p.alpha, norm=p.norm)
-    elif isinstance(p, OnChip):
-        onchip_iteration(p.X, p.schedule, out=p.out, norm=p.norm)
+    for call in calls(product):
+        call()
+
+
+def calls(product: Product) -> list[Call]:
+    """What computes a product, ready to be called any number of times.
+
+    Of small float32 products every call is one torch function with its arguments bound, views included: they take
+    less time than a layer of Python above them would.
+    """
+    if isinstance(product, OnChip):
+        return [functools.partial(_onchip_iteration, product)]
+    if isinstance(product, Reduce):
+        return [functools.partial(_sum_partials, product)]
+    if not _accumulates_in_float32(product):
+        return [functools.partial(_run_in_float32, product)]
+    return _symmetric(product) if isinstance(product, Symmetric) else _general(product)
+
+
+def normalize(X: Tensor, norm: InputNorm, out: Tensor) -> None:
+    """out = sigma X, which may be X, of a norm without scale."""
+    assert norm.scale is None
+    # torch is slow at a quotient of two dtypes.
+    torch.div(X, norm.divisor().to(X.dtype).view(-1, 1, 1), out=out)
+
+
+def _accumulates_in_float32(product: Symmetric | General) -> bool:
+    """True if torch's own product of these dtypes sums in float32 and rounds once, as a tensor core does."""
+    left, right = (product.P, product.Q) if isinstance(product, Symmetric) else (product.L, product.X)
+    if not left.dtype == right.dtype == product.out.dtype:
+        return False
+    if product.out.dtype == torch.float32:
+        return True
+    # What follows the product itself (norm, delta, gamma) would round once more.
+    plain = product.norm is None and (isinstance(product, General) or product.delta == product.gamma == 0.0)
+    return plain and product.out.dtype == torch.bfloat16 and product.out.device.type == "cpu" and cpu_has_bf16_units()
+
+
+def _run_in_float32(product: Symmetric | General) -> None:
+    """16-bit operands, fp32 sums, one rounding when the result is stored."""
+    out = torch.empty(product.out.shape, dtype=torch.float32, device=product.out.device)
+    wide: Product
+    if isinstance(product, Symmetric):
+        P = product.P.float()
+        wide = replace(product, P=P, Q=P if product.Q is product.P else product.Q.float(), out=out)
     else:
-        symmetric_product(
-            p.P,
-            p.Q,
-            out=p.out,
-            alpha=p.alpha,
-            beta=p.beta,
-            delta=p.delta,
-            gamma=p.gamma,
-            norm=p.norm,
-            exact=p.exact,
-        )
+        wide = replace(product, L=product.L.float(), X=product.X.float(), out=out)
+    run(wide)
+    product.out.copy_(out)
 
 
-def symmetric_product(
-    P: Tensor,  # [B, r, k]
-    Q: Tensor,  # [B, r, k]
-    *,
-    out: Tensor,  # [B, r, r]
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    delta: float = 0.0,
-    gamma: float = 0.0,
-    norm: InputNorm | None = None,
-    exact: bool = True,
-) -> None:
-    """out = sigma^2 alpha P Q^T + beta P + delta Q + gamma I. See `products.Symmetric`."""
-    product = _accumulator(out)
-    P, Q = P.to(product.dtype), Q.to(product.dtype)
-    if P is Q:
+def _symmetric(p: Symmetric) -> list[Call]:
+    out, alpha, beta, delta, gamma = p.out, p.alpha, p.beta, p.delta, p.gamma
+    if p.P is p.Q:
         beta, delta = beta + delta, 0.0
-    addend = product if beta == 0.0 else P
-    if _blocked(product):
-        for c, p, q, o in zip(addend, P, Q, product, strict=True):
-            _lower_blocks(c, p, q, beta, alpha, o)
+    blocked = _blocked(out)
+    symmetrize = p.exact and not blocked
+    if symmetrize:
+        # Half of everything, so that the sum with the transpose is the mean of the two; halving loses no bit.
+        alpha, beta, delta, gamma = 0.5 * alpha, 0.5 * beta, 0.5 * delta, 0.5 * gamma
+    addend = out if beta == 0.0 else p.P
+    found: list[Call] = []
+    if blocked:
+        found.append(functools.partial(_lower_blocks, addend, p.P, p.Q, beta, alpha, out, p.exact))
     else:
-        torch.baddbmm(addend, P, Q.mT, beta=beta, alpha=alpha, out=product)
-    if norm is not None:
-        product.mul_(norm.sigma().square()[:, None, None])
+        found.append(functools.partial(torch.baddbmm, addend, p.P, p.Q.mT, beta=beta, alpha=alpha, out=out))
+    if p.norm is not None:
+        found.append(functools.partial(_scale, out, p.norm, 2))
     if delta != 0.0:
-        product.add_(Q, alpha=delta)
+        found.append(functools.partial(out.add_, p.Q, alpha=delta))
     if gamma != 0.0:
-        product.diagonal(dim1=-2, dim2=-1).add_(gamma)
-    if exact and not _blocked(product):
-        _symmetrize(product)
-    if product is not out:
-        out.copy_(product)
+        found.append(functools.partial(out.diagonal(dim1=-2, dim2=-1).add_, gamma))
+    if symmetrize:
+        found.append(functools.partial(_add_transpose, out))
+    return found
 
 
-def general_product(
-    L: Tensor,  # [B, r, r]
-    X: Tensor,  # [B, r, s]
-    *,
-    out: Tensor,  # [B, r, s]
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    norm: InputNorm | None = None,
-) -> None:
-    """out = sigma (alpha L X + beta X). See `products.General`."""
-    product = _accumulator(out)
-    L, X = L.to(product.dtype), X.to(product.dtype)
-    if _blocked(product):
-        for left, x, o in zip(L, X, product, strict=True):
-            torch.addmm(x, left, x, beta=beta, alpha=alpha, out=o)
+def _general(p: General) -> list[Call]:
+    found: list[Call] = []
+    if _blocked(p.out):
+        for L, X, out in zip(p.L, p.X, p.out, strict=True):
+            found.append(functools.partial(torch.addmm, X, L, X, beta=p.beta, alpha=p.alpha, out=out))
     else:
-        torch.baddbmm(X, L, X, beta=beta, alpha=alpha, out=product)
-    if norm is not None:
-        product.mul_(norm.sigma()[:, None, None])
-    if product is not out:
-        out.copy_(product)
+        found.append(functools.partial(torch.baddbmm, p.X, p.L, p.X, beta=p.beta, alpha=p.alpha, out=p.out))
+    if p.norm is not None:
+        found.append(functools.partial(_scale, p.out, p.norm, 1))
+    return found
 
 
-def sum_partials(
-    partials: Tensor,  # [splits, B, r, r] fp32, lower triangles are read
-    *,
-    out: Tensor,  # [B, r, r]
-    alpha: float,
-    norm: InputNorm | None,
-) -> None:
-    """out = sigma^2 alpha (partials[0] + partials[1] + ...). See `products.Reduce`."""
-    total = alpha * partials.sum(0)
+def _sum_partials(p: Reduce) -> None:
+    total = p.alpha * p.partials.sum(0)
     total = total.tril() + total.tril(-1).mT
-    out.copy_(total if norm is None else total * norm.sigma().square()[:, None, None])
+    p.out.copy_(total if p.norm is None else total * p.norm.sigma().square()[:, None, None])
 
 
-def onchip_iteration(
-    X: Tensor,  # [B, r, s]
-    schedule: tuple[Triple, ...],
-    *,
-    out: Tensor,  # [B, r, s]
-    norm: InputNorm,
-) -> None:
+def _onchip_iteration(p: OnChip) -> None:
     """All steps on float32 squares: R = X X^T, per step W = aI + bR + cR^2, Q <- QW, R <- RWW; out = QX."""
-    sigma = norm.sigma()[:, None, None]
-    X = X.float()
+    sigma = p.norm.sigma()[:, None, None]
+    X = p.X.float()
     R = sigma.square() * (X @ X.mT)
     identity = torch.eye(X.shape[-2], device=X.device)
     Q = identity.expand_as(R)
-    for a, b, c in schedule:
+    for a, b, c in p.schedule:
         W = a * identity + b * R + c * (R @ R)
         Q = Q @ W
         R = R @ W @ W
         R = 0.5 * (R + R.mT)
-    out.copy_(sigma * (Q @ X))
+    p.out.copy_(sigma * (Q @ X))
 
 
-def _accumulator(out: Tensor) -> Tensor:
-    """Where the sum goes: `out` itself, or, for a 16-bit `out`, a float32 tensor that is rounded into it once.
-
-    That is what a tensor core does: 16-bit operands, fp32 sums, one rounding when the tile is stored.
-    """
-    if out.dtype in (torch.float16, torch.bfloat16):
-        return torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    return out
+def _scale(out: Tensor, norm: InputNorm, power: int) -> None:
+    sigma = norm.sigma()
+    out.mul_((sigma if power == 1 else sigma.square()).view(-1, 1, 1))
 
 
-def _blocked(product: Tensor) -> bool:
-    return product.device.type == "cpu" and product.shape[-2] >= BLOCKED_MIN_ROWS
+def _blocked(out: Tensor) -> bool:
+    return out.device.type == "cpu" and out.shape[-2] >= BLOCKED_MIN_ROWS[out.dtype]
 
 
-def _lower_blocks(C: Tensor, P: Tensor, Q: Tensor, beta: float, alpha: float, out: Tensor) -> None:
-    """out[r, r] = beta C + alpha P Q^T, one block row up to the diagonal at a time, each mirrored."""
-    for i in range(0, out.shape[0], BLOCK_ROWS):
-        j = min(i + BLOCK_ROWS, out.shape[0])
-        torch.addmm(C[i:j, :j], P[i:j], Q[:j].T, beta=beta, alpha=alpha, out=out[i:j, :j])
-        out[:i, i:j].copy_(out[i:j, :i].T)
-        _symmetrize(out[i:j, i:j])
+def _lower_blocks(
+    C: Tensor,  # [B, r, r]
+    P: Tensor,  # [B, r, k]
+    Q: Tensor,  # [B, r, k]
+    beta: float,
+    alpha: float,
+    out: Tensor,  # [B, r, r]
+    exact: bool,
+) -> None:
+    """out = beta C + alpha P Q^T, one block row of a matrix up to the diagonal at a time, each mirrored."""
+    for c, p, q, o in zip(C, P, Q, out, strict=True):
+        for i in range(0, o.shape[0], BLOCK_ROWS):
+            j = min(i + BLOCK_ROWS, o.shape[0])
+            torch.addmm(c[i:j, :j], p[i:j], q[:j].T, beta=beta, alpha=alpha, out=o[i:j, :j])
+            o[:i, i:j].copy_(o[i:j, :i].T)
+            if exact:
+                _add_transpose(o[i:j, i:j].mul_(0.5))
 
 
-def _symmetrize(square: Tensor) -> None:
-    """Replace [..., r, r] by the mean of itself and its transpose, which is symmetric to the bit."""
-    square.add_(square.mT.clone()).mul_(0.5)
+def _add_transpose(square: Tensor) -> None:
+    """[..., r, r] plus its transpose, which is symmetric to the bit."""
+    square.add_(square.mT.clone())

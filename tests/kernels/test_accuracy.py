@@ -85,3 +85,14 @@ def test_gram_in_float32_is_about_as_accurate_as_standard(spectrum, shape):
         )
         # Three steps without restart cost some digits where few singular values stand out; 1e-3 of bf16's error.
         assert gram < max(4e-5, 6 * standard), name
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("shape", [SHAPE, (649, 700)], ids=str)
+def test_bf16_units_of_a_cpu_are_as_accurate_as_torch(spectrum, shape, bf16_units):
+    bf16_units(True)
+    X = matrix(spectrum, *shape)
+    for name in WELL_KNOWN if shape == SHAPE else ["jordan"]:
+        expected = exact(X, schedule(name, 5), norm_factor(name))
+        error = relative_error(newton_schulz(X, coefficients=name, dtype=torch.bfloat16, backend="torch"), expected)
+        assert error < 1.1 * relative_error(torch_bf16(X, name), expected), name

@@ -32,7 +32,7 @@ def _device_and_seed():
 
 @pytest.mark.parametrize("algorithm", ["auto", "standard", "gram"])
 @pytest.mark.parametrize(
-    "shape", [(1, 1), (1, 9), (9, 1), (7, 7), (33, 70), (70, 33), (2, 3, 5, 12), (400, 410), (24, 17, 18)], ids=str
+    "shape", [(1, 1), (1, 9), (9, 1), (7, 7), (33, 70), (70, 33), (2, 3, 5, 12), (450, 460), (24, 17, 18)], ids=str
 )
 def test_agrees_with_the_polynomial_in_float64(shape, algorithm):
     X = torch.randn(shape)
@@ -82,6 +82,14 @@ def test_any_strides_and_dtypes_and_out(backend, precision):
     newton_schulz(in_place.permute(1, 0, 2), dtype=dtype, backend=backend, out=in_place.permute(1, 0, 2))
     assert torch.equal(in_place.permute(1, 0, 2), expected)
     assert newton_schulz(X.double(), backend=backend).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, "mixed"], ids=str)
+def test_the_input_is_left_as_it_is(dtype):
+    X = torch.randn(3, 16, 32)
+    before = X.clone()
+    newton_schulz(X, dtype=dtype)
+    assert torch.equal(X, before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
