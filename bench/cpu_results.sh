@@ -7,11 +7,12 @@ python=${PYTHON:-.venv/bin/python}
 results=$PWD/bench/results
 rows=$(mktemp)
 trap 'rm -f "$rows"' EXIT
+export CUDA_VISIBLE_DEVICES= # or the benchmarks would take a GPU that is here
 
 bench() {
     echo "== fused-lw bench $*"
     # A peer that is slower, or even one that is wrong, is a result; only bad usage ends the run.
-    "$python" -m fused_lw.cli bench "$@" --device cpu --json "$rows" || [ $? -eq 1 ]
+    "$python" -m fused_lw.cli bench "$@" --json "$rows" || [ $? -eq 1 ]
 }
 
 bench ns --model gpt2-124m --max-batch 1 --rounds 9
