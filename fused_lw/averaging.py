@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fused_lw.kernels.reference import frobenius_norm
+
 
 class Averager:
     """One flat all-reduce of gradients and flags. `.grad` of the parameters is read, and only borrowed while they step.
@@ -95,5 +97,4 @@ class Averager:
 
 def sq_norm(grad: Tensor) -> Tensor:
     """The sum of squares, [] fp32."""
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
-    return norm.square()
+    return frobenius_norm(grad if grad.ndim > 1 else grad.view(1, -1)).square()

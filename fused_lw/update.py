@@ -207,11 +207,12 @@ class Updater:
         problems = [Problem(group.workspace, group.sq_norm, group.scale) for group in groups]
         backend = resolve_backend(self.backend, hyper.device)
         updates = [_pack_module(backend).fused_update(group, hyper) for group in groups]
-        orthogonalize = prepare(problems, ns, backend=backend, scratch=scratch[arena.nbytes :], updates=updates)
+        rest = scratch[arena.nbytes :]
+        orthogonalize = prepare(problems, ns, backend=backend, scratch=rest, updates=updates)
         shapes = {_oriented(same[0][1]) for same in members}
         algorithms = {ns.resolve_algorithm(r, s, backend) for r, s in shapes}
         label = f"fused_lw/ns/{'+'.join(sorted(algorithms))}"
-        return _Chunk(Pack(groups), located, orthogonalize, backend, hyper, wave, label)
+        return _Chunk(Pack(groups, rest), located, orthogonalize, backend, hyper, wave, label)
 
 
 class _Hyper:

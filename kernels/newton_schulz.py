@@ -444,7 +444,7 @@ def _pack(
 
 def _sq_norms(X: Tensor) -> Tensor:
     """[B] One reduction a matrix: over a batch, or other strides, the order of the sum could be another."""
-    return torch.stack([torch.linalg.vector_norm(m, dtype=torch.float32) for m in X]).square_()
+    return torch.stack([reference.frobenius_norm(matrix) for matrix in X]).square_()
 
 
 def _check_matrix(name: str, X: Tensor) -> None:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_lw.kernels.reference import frobenius_norm
+
 
 class Strided(NamedTuple):
     """An R x C matrix inside a tensor: no view is made until one is needed."""
@@ -71,10 +73,10 @@ class PackedGroup:
                 f"{expected} and as many norms, got {tuple(self.workspace.shape)} and {tuple(self.sq_norm.shape)}"
             )
 
-    def packed(self, batch: Tensor, index: int) -> Tensor:
-        """Matrix `index` of `batch` ([B, r, s]) turned back to the parameter's R x C."""
-        matrix = self.matrices[index]
-        return batch[index].mT if matrix.rows > matrix.cols else batch[index]
+    def packed(self, batch: Tensor) -> list[Tensor]:
+        """The matrices of `batch` ([B, r, s]), each turned back to its parameter's R x C."""
+        pairs = zip(self.matrices, batch.unbind(), strict=True)
+        return [packed.mT if matrix.rows > matrix.cols else packed for matrix, packed in pairs]
 
 
 @dataclass(slots=True)
@@ -82,6 +84,7 @@ class Pack:
     """The groups that are packed and unpacked together, and what a backend has prepared for them."""
 
     groups: list[PackedGroup]
+    room: Tensor | None = None  # uint8; copy_in may use it where a matrix has to be turned
     prepared: dict[str, Any] = field(default_factory=dict)
 
 
@@ -96,12 +99,13 @@ def copy_in(pack: Pack) -> None:
     """
     for group in pack.groups:
         _zero_padding(group.workspace)
+        rows = torch.empty(group.workspace.shape[1], device=group.workspace.device)
         norms = group.sq_norm.unbind()  # squared at the end
-        for index, matrix in enumerate(group.matrices):
+        for index, (matrix, X, norm) in enumerate(zip(group.matrices, group.workspace.unbind(), norms, strict=True)):
             momentum = matrix.momentum.view(matrix.rows, matrix.cols)
             assert matrix.grad is not None
             grad = matrix.grad.view(matrix.rows, matrix.cols).to(momentum.dtype)
-            out = group.packed(group.workspace, index)
+            tall = matrix.rows > matrix.cols
             if matrix.ema:
                 momentum.lerp_(grad, 1 - matrix.mu)
             else:
@@ -110,20 +114,28 @@ def copy_in(pack: Pack) -> None:
                 update = momentum
             elif not matrix.ema:
                 update = grad.add(momentum, alpha=matrix.mu)
-            elif out.dtype == momentum.dtype and group.scale is None:
-                update = torch.lerp(grad, momentum, matrix.mu, out=out)
             else:
-                update = grad.lerp(momentum, matrix.mu)
-            # One reduction a matrix: over a whole batch the order of the sum could depend on the batch.
+                direct = X.dtype == momentum.dtype and group.scale is None and not tall
+                update = torch.lerp(grad, momentum, matrix.mu, out=X if direct else _place(pack.room, momentum))
+            # Torch turns a matrix in a copy, by blocks, much faster than in the output of an operation.
+            oriented = update.mT if tall else update
+            # One norm a matrix: over a whole batch the order of the sum could depend on the batch.
             if group.scale is None:
-                if update is not out:
-                    out.copy_(update)
-                torch.linalg.vector_norm(out, dtype=torch.float32, out=norms[index])
+                if update is not X:
+                    X.copy_(oriented)
+                frobenius_norm(X, rows, norm)
             else:
-                torch.linalg.vector_norm(update, dtype=torch.float32, out=norms[index])
-                group.scale[index] = fp16_scale(norms[index].square(), update.numel())
-                out.copy_(update.float() * group.scale[index])
+                frobenius_norm(update, out=norm)
+                group.scale[index] = fp16_scale(norm.square(), update.numel())
+                X.copy_(oriented.float() * group.scale[index])
         group.sq_norm.square_()
+
+
+def _place(room: Tensor | None, like: Tensor) -> Tensor | None:
+    """A contiguous tensor of that shape and dtype in `room`; None where there is too little."""
+    if room is None or room.numel() < like.nbytes:
+        return None
+    return room[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def fp16_scale(sq_norm: Tensor, numel: int) -> Tensor:
@@ -159,11 +171,10 @@ def copy_out(pack: Pack, factors: Sequence[Tensor | None], hyper: Tensor) -> Non
     for group, factor in zip(pack.groups, factors, strict=True):
         if factor is None:
             continue
-        for index, matrix in enumerate(group.matrices):
+        for matrix, o in zip(group.matrices, group.packed(factor), strict=True):
             lr, weight_decay, step = rates[matrix.group]
             decay, rate = 1 - lr * weight_decay, lr * matrix.scale
             param = matrix.param.view(matrix.rows, matrix.cols)
-            o = group.packed(factor, index)
             if matrix.master is not None:
                 master = matrix.master.view(matrix.rows, matrix.cols)
                 param.copy_(_apply(master, o, decay, rate))

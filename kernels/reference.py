@@ -42,6 +42,17 @@ def calls(product: Product) -> list[Call]:
     return _symmetric(product) if isinstance(product, Symmetric) else _general(product)
 
 
+def frobenius_norm(
+    X: Tensor,  # [R, ...]
+    rows: Tensor | None = None,  # [R] fp32, overwritten
+    out: Tensor | None = None,  # [] fp32
+) -> Tensor:
+    """‖X‖, [] fp32, from the norms of its rows: of a whole 4096 x 4096 at once torch's is 7e-4 off, on a CPU."""
+    rows = torch.linalg.vector_norm(X.flatten(1), dim=1, dtype=torch.float32, out=rows)
+    norm: Tensor = torch.linalg.vector_norm(rows, out=out)
+    return norm
+
+
 def normalize(X: Tensor, norm: InputNorm, out: Tensor) -> None:
     """out = sigma X, which may be X, of a norm without scale."""
     assert norm.scale is None

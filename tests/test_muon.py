@@ -63,6 +63,7 @@ def test_ten_steps_equal_torch(exact_torch, dtype, nesterov, adjust_lr_fn, weigh
     ours_optimizer, torch_optimizer = fused_lw.Muon(ours, **options), exact_torch(theirs, **options)
     train(ours_optimizer, 10)
     train(torch_optimizer, 10)
+    flipped = 0
     for a, b, p in zip(ours, theirs, start, strict=True):
         assert distance(p, b) > 1e-3, "the steps moved the parameter"
         assert torch.equal(ours_optimizer.state[a]["momentum_buffer"], torch_optimizer.state[b]["momentum_buffer"])
@@ -70,9 +71,11 @@ def test_ten_steps_equal_torch(exact_torch, dtype, nesterov, adjust_lr_fn, weigh
             assert distance(a, b) < 1e-5
         else:
             # An update that lies between two bf16 numbers, nearer to the middle than float32 resolves, may round
-            # either way. Such elements are rare (one in 5,000 at most); all others are equal to the bit.
-            assert (a != b).sum() <= a.numel() // 5000 + 1
+            # either way. Such elements are rare; all others are equal to the bit.
+            flipped += int((a != b).sum())
+            assert ((a - b).abs() <= 2**-7 * torch.maximum(a.abs(), p.abs())).all(), "to a neighbouring number"
             assert distance(a, b) < 1e-4
+    assert flipped <= sum(param.numel() for param in ours) // 5000
 
 
 def test_momentum_and_gradients_are_torchs_to_the_bit(exact_torch):
