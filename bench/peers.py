@@ -33,6 +33,7 @@ DION: Schedule = (
     (2.8366, -3.0525, 1.2012),
 )
 OURS = "fused_lw"
+COMPILED_SHAPES = 1000
 
 Algorithm = Literal["auto", "standard", "gram"]
 
@@ -161,7 +162,7 @@ def _make_ours(source: Tensor, rule: NSRule, backend: ResolvedBackend) -> Callab
 
     def call() -> Tensor:
         X.copy_(source)
-        torch.linalg.vector_norm(source, dim=(1, 2), out=sq_norm)
+        torch.linalg.vector_norm(torch.linalg.vector_norm(source, dim=2), dim=1, out=sq_norm)
         sq_norm.square_()
         (result,) = orthogonalize()
         assert result is not None, "only problems with an update have none"
@@ -199,6 +200,8 @@ def _make_batched(source: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 
 def _make_compiled(source: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+    # One function for all shapes and dtypes: beyond its limit torch would give up compiling, and say so once.
+    torch._dynamo.config.recompile_limit = COMPILED_SHAPES
     compiled = torch.compile(lambda X: batched(X.to(dtype)), dynamic=False)
     return lambda: compiled(source)
 

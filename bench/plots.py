@@ -86,18 +86,30 @@ def _by_shape(rows: Sequence[Row], key: str, label: str, path: Path, log: bool =
 
 
 def _steps(rows: Sequence[Row], path: Path) -> Path:
-    """Bars: one step of each optimizer, per model and accuracy class."""
+    """Bars: one step of each optimizer; a panel per model, accuracy classes one below the other."""
     import matplotlib.pyplot as plt
 
-    ordered = tables.ordered(rows)[::-1]
-    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.34 * len(ordered)), layout="constrained")
-    for n, row in enumerate(ordered):
-        ours = row["provider"].startswith("fused_lw")
-        spread = [[row["p50_ms"] - row["p20_ms"]], [row["p80_ms"] - row["p50_ms"]]]
-        axis.barh(n, row["p50_ms"], xerr=spread, capsize=2, color=_COLOURS[0] if ours else "#7FB2D5")
-    names = [f"{row['provider']}  ({tables.subject(row).removeprefix('step ')}, {row['accuracy']})" for row in ordered]
-    axis.set_yticks(range(len(ordered)), names, fontsize=8)
-    axis.set_xlabel("milliseconds a step (median, p20 to p80)")
+    panels: dict[str, list[Row]] = {}
+    for row in tables.ordered(rows):
+        panels.setdefault(tables.subject(row).removeprefix("step "), []).append(row)
+    sizes = [len(panel) for panel in panels.values()]
+    figure, axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(9, 1.0 + 0.9 * len(panels) + 0.34 * sum(sizes)),
+        height_ratios=sizes,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, (subject, panel) in zip(axes[:, 0], panels.items(), strict=True):
+        for n, row in enumerate(reversed(panel)):
+            ours = row["provider"].startswith("fused_lw")
+            spread = [[row["p50_ms"] - row["p20_ms"]], [row["p80_ms"] - row["p50_ms"]]]
+            axis.barh(n, row["p50_ms"], xerr=spread, capsize=2, color=_COLOURS[0] if ours else "#7FB2D5")
+        names = [f"{row['provider']}  ({row['accuracy']})" for row in reversed(panel)]
+        axis.set_yticks(range(len(panel)), names, fontsize=8)
+        axis.set_title(subject, loc="left", fontsize=9)
+    axes[-1, 0].set_xlabel("milliseconds a step (median, p20 to p80)")
     return _save(figure, rows, path)
 
 
