@@ -73,7 +73,8 @@ class Muon(Optimizer):
             sqrt(max(1, rows / cols)), "match_rms_adamw" is 0.2 sqrt(max(rows, cols)).
         backend: "auto" runs the Triton kernels on GPUs that they support and torch elsewhere.
         algorithm: "standard", "gram" (iterates on the Gram matrix), or "auto": the cheaper one per shape.
-        precision: of the iteration: "fp32", "bf16", "fp16", "mixed", or None for the device's default.
+        precision: of the iteration: "fp32", "bf16", "fp16", "mixed", or None for the device's default. On a CPU with
+            bf16 units "bf16" is faster than the default, and as accurate as torch.optim.Muon.
         higher_dims: what a parameter of more than two dimensions is: "batch", stacked matrices (..., M, N) such
             as experts; "flatten", one matrix (out, in * kh * kw); "auto": three dimensions are a batch, more
             are a convolution.

@@ -24,6 +24,13 @@ def test_doctor_says_what_each_shape_runs_on_and_why(capsys, monkeypatch):
         assert "r³ flops" in line
 
 
+@pytest.mark.parametrize("present", [True, False])
+def test_doctor_knows_what_a_cpu_multiplies_fast(present, capsys, monkeypatch):
+    monkeypatch.setattr("fused_lw.doctor.cpu_has_bf16_units", lambda: present)
+    assert main(["doctor", "--device", "cpu"]) == 0
+    assert ('precision="bf16"' in capsys.readouterr().out) == present
+
+
 def test_reasons_agree_with_the_algorithm_that_runs():
     rule = NSRule(schedule("jordan", 5), precision="mixed")
     assert _reason(rule, 64, 2048, "triton").startswith("short side up to 64")
