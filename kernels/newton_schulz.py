@@ -180,7 +180,9 @@ def executed_flops(
     if backend == "triton":
         triangle = 0.5
     else:
-        triangle = 1.0 if r < reference.BLOCKED_MIN_ROWS[torch.float32] else BLOCKED_TRIANGLE
+        native = rule.square_dtype(algorithm, backend) == torch.bfloat16
+        blocked = reference.BLOCKED_MIN_ROWS[torch.bfloat16 if native else torch.float32]
+        triangle = 1.0 if r < blocked else BLOCKED_TRIANGLE
     stages, _ = meta_program((1, r, s), dataclasses.replace(rule, algorithm=algorithm), backend)
     products = list(itertools.chain.from_iterable(stages))
     symmetric = sum(2.0 * r * r * p.P.shape[2] for p in products if isinstance(p, Symmetric))

@@ -17,7 +17,6 @@ from fused_lw.kernels.products import General, InputNorm, OnChip, Product, Reduc
 BLOCKED_MIN_ROWS = {torch.float32: 448, torch.bfloat16: 640}
 BLOCK_ROWS = 192
 
-
 Call = Callable[[], object]
 
 
