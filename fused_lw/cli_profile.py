@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--bench", choices=("step",), help="profile our step over a model's matrices")
     parser.add_argument("--model", default="gpt2-124m", metavar="NAME", help="of --bench (default: gpt2-124m)")
     parser.add_argument("--scale-down", type=int, default=1, metavar="K", help="of --bench: divide every dimension")
-    parser.add_argument("--device", default=environment.default_device(), help="of --bench (default: cuda if it is there)")
+    parser.add_argument("--device", default=environment.default_device(), help="of --bench (default: cuda if there)")
     parser.add_argument("profiled", nargs="*", metavar="COMMAND", help="after --: what to run, and its arguments")
 
 

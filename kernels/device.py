@@ -17,8 +17,8 @@ BACKENDS: tuple[Backend, ...] = ("auto", "torch", "triton")
 
 # fp16/bf16 tensor cores and cp.async start with compute capability 8.0.
 MIN_CUDA_CAPABILITY = (8, 0)
-# How oneDNN is kept from bf16 instructions.
-ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+# How oneDNN is kept from bf16 instructions; it reads them once.
+ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 HIP_ARCHITECTURES = ("gfx942", "gfx950")
 
 
@@ -33,19 +33,24 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
-@functools.cache
 def cpu_has_bf16_units() -> bool:
     """True if torch multiplies bf16 matrices with bf16 instructions on this CPU; without, it is far slower than fp32.
 
-    oneDNN's variable `ONEDNN_MAX_CPU_ISA` can forbid them; it is read once, when torch is loaded.
+    The CPU has to have them, and oneDNN, which uses them, must not be switched off or kept from them.
     """
+    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and _onednn_uses_bf16())
+
+
+@functools.cache
+def _onednn_uses_bf16() -> bool:
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-    allowed = os.environ.get(ISA_VARIABLE, "DEFAULT").upper()
-    if not any(word in allowed for word in ("DEFAULT", "ALL", "BF16", "AMX")):
-        return False
+    for variable in ISA_VARIABLES:
+        allowed = os.environ.get(variable, "DEFAULT").upper()
+        if not any(word in allowed for word in ("DEFAULT", "ALL", "BF16", "AMX", "AVX10")):
+            return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 

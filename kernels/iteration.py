@@ -94,10 +94,9 @@ def _partials(batch: int, r: int, splits: int, arena: Arena) -> Tensor | None:
 
 def standard(
     X: Tensor,  # [B, r, s]; destroyed
-    Y: Tensor,  # [B, r, s] of dtype x_dtype, what X alternates with
+    Y: Tensor,  # [B, r, s] what X alternates with, of the dtype that every later X has
     norm: InputNorm | None,  # None: X is normalized already
     schedule: tuple[Triple, ...],
-    x_dtype: torch.dtype,
     square_dtype: torch.dtype,
     arena: Arena,
     splits: int = 1,  # parts that X X^T is summed in
@@ -120,16 +119,15 @@ def standard(
             stages += _gram_matrix(X, A, g, first, partials)
             stages.append((Symmetric(A, A, L, alpha=c / g**2, beta=b / g),))
         stages.append((General(L, X, Y, alpha=alpha, beta=a, norm=first),))
-        X, Y = Y, X.view(x_dtype)
+        X, Y = Y, X.view(Y.dtype)
     return stages, X
 
 
 def gram(
     X: Tensor,  # [B, r, s]; destroyed
-    Y: Tensor,  # [B, r, s] of dtype x_dtype, what X alternates with
+    Y: Tensor,  # [B, r, s] what X alternates with, of the dtype that every later X has
     norm: InputNorm | None,  # None: X is normalized already
     schedule: tuple[Triple, ...],
-    x_dtype: torch.dtype,
     square_dtype: torch.dtype,
     arena: Arena,
     splits: int = 1,  # parts that X X^T is summed in
@@ -168,7 +166,7 @@ def gram(
         assert Q is not None, "a segment has at least one step"
         stages.append((General(Q, X, Y, beta=shift, norm=first),))
         free.append(Q)
-        X, Y = Y, X.view(x_dtype)
+        X, Y = Y, X.view(Y.dtype)
     return stages, X
 
 

@@ -141,7 +141,7 @@ def _program(
         return onchip(X, norm, rule.schedule, Y.dtype)
     build = gram if algorithm == "gram" else standard
     splits = splits_of(X.shape[1], X.shape[2]) if backend == "triton" else 1
-    return build(X, Y, norm, rule.schedule, Y.dtype, rule.square_dtype(algorithm, backend), arena, splits)
+    return build(X, Y, norm, rule.schedule, rule.square_dtype(algorithm, backend), arena, splits)
 
 
 def _take_y(X: Tensor, rule: NSRule, arena: Arena, backend: ResolvedBackend) -> Tensor:
@@ -315,9 +315,9 @@ def _chunk_calls(X: Tensor, norm: InputNorm, rule: NSRule, scratch: Tensor) -> l
     Y = _take_y(X, rule, arena, "torch")
     algorithm = rule.resolve_algorithm(X.shape[1], X.shape[2], "torch")
     square_dtype = rule.square_dtype(algorithm, "torch")
-    if X.dtype == Y.dtype == square_dtype != torch.float16:
-        # No product has to round once more for the norm when X is divided by it first. It starts where it has to
-        # for the last product to lie in X.
+    if rule.precision == "fp32" or square_dtype == torch.bfloat16:
+        # No product has to be scaled, or round once more, when X is divided by its norm first. It starts where it has
+        # to for the last product to lie in X.
         begin, other = (X, Y) if passes(algorithm, rule.schedule, square_dtype) % 2 == 0 else (Y, X)
         stages, result = _program(begin, other, None, rule, arena, "torch")
         calls: list[reference.Call] = [functools.partial(reference.normalize, X, norm, begin)]

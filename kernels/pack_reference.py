@@ -84,7 +84,7 @@ class Pack:
     """The groups that are packed and unpacked together, and what a backend has prepared for them."""
 
     groups: list[PackedGroup]
-    room: Tensor | None = None  # uint8; copy_in may use it where a matrix has to be turned
+    room: Tensor | None = None  # uint8; copy_in may keep an update there that is yet to be turned or cast
     prepared: dict[str, Any] = field(default_factory=dict)
 
 
@@ -117,17 +117,17 @@ def copy_in(pack: Pack) -> None:
             else:
                 direct = X.dtype == momentum.dtype and group.scale is None and not tall
                 update = torch.lerp(grad, momentum, matrix.mu, out=X if direct else _place(pack.room, momentum))
-            # Torch turns a matrix in a copy, by blocks, much faster than in the output of an operation.
-            oriented = update.mT if tall else update
             # One norm a matrix: over a whole batch the order of the sum could depend on the batch.
-            if group.scale is None:
-                if update is not X:
-                    X.copy_(oriented)
-                frobenius_norm(X, rows, norm)
-            else:
+            if group.scale is not None:
+                update = update.float()
                 frobenius_norm(update, out=norm)
                 group.scale[index] = fp16_scale(norm.square(), update.numel())
-                X.copy_(oriented.float() * group.scale[index])
+                update = update * group.scale[index]
+            if update is not X:
+                # torch turns a matrix in a copy, by blocks, much faster than in the output of an operation.
+                X.copy_(update.mT if tall else update)
+            if group.scale is None:
+                frobenius_norm(X, rows, norm)
         group.sq_norm.square_()
 
 

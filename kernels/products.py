@@ -6,6 +6,7 @@ products of one stage do not depend on each other, so that a backend may run the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,12 +27,13 @@ class InputNorm:
     factor: float
 
     def divisor(self) -> Tensor:
-        """[B] fp32, 1 / sigma but for the scale; 1 for a zero matrix without eps, so that zeros stay zeros."""
+        """[B] fp32, 1 / sigma but for the scale; infinite for a zero matrix without eps, so that zeros stay zeros."""
         norm = self.sq_norm.sqrt()
         if self.factor != 1.0:
             norm.mul_(self.factor)
         norm = norm.clamp_min_(self.eps) if self.eps_rule == "clamp" else norm.add_(self.eps)
-        return norm if self.eps > 0.0 else norm.masked_fill_(norm == 0, 1.0)
+        # An eps that float32 does not have is none.
+        return norm if self.eps >= torch.finfo(torch.float32).tiny else norm.masked_fill_(norm == 0, math.inf)
 
     def sigma(self) -> Tensor:
         """[B] fp32"""

@@ -29,8 +29,8 @@ def run(product: Product) -> None:
 def calls(product: Product) -> list[Call]:
     """What computes a product, ready to be called any number of times.
 
-    Of small float32 products every call is one torch function with its arguments bound, views included: they take
-    less time than a layer of Python above them would.
+    Of small matrices the product itself is a torch function with all arguments bound, views included: a layer of
+    Python above it would take longer than that does.
     """
     if isinstance(product, OnChip):
         return [functools.partial(_onchip_iteration, product)]
@@ -42,12 +42,12 @@ def calls(product: Product) -> list[Call]:
 
 
 def frobenius_norm(
-    X: Tensor,  # [R, ...]
-    rows: Tensor | None = None,  # [R] fp32, overwritten
+    X: Tensor,  # [..., C]
+    rows: Tensor | None = None,  # [as many as X has rows] fp32, overwritten
     out: Tensor | None = None,  # [] fp32
 ) -> Tensor:
     """‖X‖, [] fp32, from the norms of its rows: of a whole 4096 x 4096 at once torch's is 7e-4 off, on a CPU."""
-    rows = torch.linalg.vector_norm(X.flatten(1), dim=1, dtype=torch.float32, out=rows)
+    rows = torch.linalg.vector_norm(X.flatten(0, -2), dim=1, dtype=torch.float32, out=rows)
     norm: Tensor = torch.linalg.vector_norm(rows, out=out)
     return norm
 
@@ -55,8 +55,14 @@ def frobenius_norm(
 def normalize(X: Tensor, norm: InputNorm, out: Tensor) -> None:
     """out = sigma X, which may be X, of a norm without scale."""
     assert norm.scale is None
-    # torch is slow at a quotient of two dtypes.
-    torch.div(X, norm.divisor().to(X.dtype).view(-1, 1, 1), out=out)
+    divisor = norm.divisor()
+    if X.dtype == divisor.dtype:
+        torch.div(X, divisor.view(-1, 1, 1), out=out)
+    else:
+        # By a number each: of tensors of two dtypes torch's quotient is slow, and a divisor rounded to bf16 can leave
+        # a norm above 1, where some schedules diverge.
+        for x, number, o in zip(X, divisor, out, strict=True):
+            torch.div(x, number, out=o)
 
 
 def _accumulates_in_float32(product: Symmetric | General) -> bool:

@@ -609,3 +609,15 @@ def test_empty_matrices_are_stepped_over(shape):
     optimizer = fused_lw.Muon([empty, full])
     train(optimizer, 2)
     assert optimizer.state[empty]["momentum_buffer"].shape == shape
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "mixed"])
+def test_float64_parameters_are_stepped_in_every_precision(precision):
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        params = make_params([(16, 24), (24, 16)], dtype)
+        train(fused_lw.Muon(params, precision=precision, backend="torch"), 2)
+        results.append(params)
+    for single, double in zip(*results, strict=True):
+        assert double.dtype == torch.float64
+        assert distance(single, double) < 1e-3

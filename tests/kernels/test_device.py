@@ -73,3 +73,14 @@ def test_launches_are_counted_in_every_open_block():
     assert outer == {"a_kernel": 2} and inner == {"a_kernel": 1}
     assert kernel.calls[1] == ((2,), (3,), {"x": 4})
     assert [grid for grid, *_ in kernel.calls] == [(1,), (2,), (5,), (6,)]
+
+
+@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+def test_bf16_units_that_onednn_must_not_use_do_not_count(variable, monkeypatch):
+    device_module._onednn_uses_bf16.cache_clear()
+    monkeypatch.setenv(variable, "AVX2")
+    assert not device_module.cpu_has_bf16_units()
+    device_module._onednn_uses_bf16.cache_clear()
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+    assert not device_module.cpu_has_bf16_units()

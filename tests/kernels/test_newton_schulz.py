@@ -95,16 +95,17 @@ def test_the_input_is_left_as_it_is(dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, "mixed"], ids=str)
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
-def test_zeros_and_nonfinite_stay_in_their_matrix(backend, dtype, algorithm):
+@pytest.mark.parametrize("eps", [0.0, 1e-50])  # the second is zero in float32
+def test_zeros_and_nonfinite_stay_in_their_matrix(backend, dtype, algorithm, eps):
     X = torch.randn(5, 17, 35)
     X[1] = 0.0
     X[2, 3, 4] = math.nan
     X[3, 16, 34] = math.inf
-    result = newton_schulz(X, dtype=dtype, backend=backend, algorithm=algorithm, eps=0.0)
+    result = newton_schulz(X, dtype=dtype, backend=backend, algorithm=algorithm, eps=eps)
     assert torch.equal(result[1], torch.zeros_like(X[1]))
     assert not result[2].isfinite().any() and not result[3].isfinite().any()
     for i in (0, 4):
-        alone = newton_schulz(X[i], dtype=dtype, backend=backend, algorithm=algorithm, eps=0.0)
+        alone = newton_schulz(X[i], dtype=dtype, backend=backend, algorithm=algorithm, eps=eps)
         assert torch.equal(result[i], alone)
     assert torch.equal(newton_schulz(X[[4, 0]], dtype=dtype, backend=backend, algorithm=algorithm), result[[4, 0]])
 
