@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Regenerates bench/results/cpu.jsonl, cpu.md and the pictures in cpu/: everything that runs on a CPU, about 20 minutes
+# Regenerates bench/results/cpu.jsonl, cpu.md and the pictures in cpu/: everything that runs on a CPU, about 25 minutes
 # on two cores. Run it on a quiet machine. PYTHON names the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,10 +19,9 @@ bench ns --model gpt2-124m --max-batch 1 --rounds 9
 bench ns --model gpt2-124m --scale-down 8 --rounds 25
 bench ns --model nemotron-3-nano --scale-down 4 --max-batch 4 --rounds 15
 bench pack --model gpt2-124m --max-batch 8
-uncompiled=(fused_lw "fused_lw bf16" "float32 loop" "torch batched" torch.optim.Muon "torch batched bf16")
-bench step --model gpt2-124m --rounds 5 --providers "${uncompiled[@]}"
+bench step --model gpt2-124m --rounds 5
 bench step --model gpt2-124m --scale-down 8 --rounds 25
-bench step --model qwen3-8b --scale-down 8 --rounds 3 --providers "${uncompiled[@]}"
+bench step --model qwen3-8b --scale-down 8 --rounds 3
 # One layer at a quarter of its size, as a CPU without bf16 instructions steps it.
 export ONEDNN_MAX_CPU_ISA=AVX2
 bench step --model gpt2-124m --first 4 --scale-down 4 --rounds 15 --providers fused_lw "float32 loop" torch.optim.Muon

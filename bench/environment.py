@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fused_lw.arguments import check_writable
 from fused_lw.kernels.device import cpu_has_bf16_units
 
 Row = dict[str, Any]
@@ -28,14 +29,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of every benchmark that times something: where, on how many threads, and a file for the rows."""
     parser.add_argument("--device", default=default_device(), help="cpu, cuda or cuda:N (default: cuda if it is there)")
     parser.add_argument("--threads", type=int, help="of a CPU (default: torch's)")
+    add_json_argument(parser)
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this JSON Lines file")
+
+
+def check_json(path: Path | None) -> None:
+    """ValueError if rows cannot be appended there: said before anything is measured."""
+    if path is not None:
+        try:
+            check_writable(path)
+        except OSError as error:
+            raise ValueError(f"--json: {error}") from error
 
 
 def use(args: argparse.Namespace) -> torch.device:
     """The device of the command line, made torch's current one, with as many threads as asked for.
 
-    ValueError for a device that is not there, saying what is, or for no threads.
+    ValueError for a device that is not there, saying what is, for no threads, or a --json that cannot be written.
     """
+    check_json(args.json)
     if args.threads is not None:
         if args.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {args.threads}")

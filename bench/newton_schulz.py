@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from fused_lw.arguments import positive
 from fused_lw.bench import environment, gate, peers, roofline, shapes, tables, timing
 from fused_lw.bench.environment import Row
 from fused_lw.bench.peers import Provider
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_arguments(parser)
     environment.add_arguments(parser)
     parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, or those that start with it")
-    parser.add_argument("--rounds", type=int, help=f"times that everyone is timed (default: {ROUNDS})")
+    parser.add_argument("--rounds", type=positive, help=f"times that everyone is timed (default: {ROUNDS})")
     parser.add_argument(
         "--quick", action="store_true", help=f"one matrix of each shape, {QUICK_ROUNDS} rounds; ends within two minutes"
     )

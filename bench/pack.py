@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from fused_lw.arguments import positive
 from fused_lw.bench import environment, gate, roofline, shapes, tables, timing
 from fused_lw.bench.environment import Row
 from fused_lw.bench.roofline import Stage
@@ -52,7 +53,7 @@ Provider = Callable[[Buffers], tuple[Call, Call]]  # copy-in and copy-out over t
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_arguments(parser)
     environment.add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"times that everyone is timed (default: {ROUNDS})")
+    parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"timings of each (default: {ROUNDS})")
     roofline.add_peak_argument(parser)
 
 

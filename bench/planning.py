@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import get_args
 
 import torch
 from rich.console import Console
 
+from fused_lw.arguments import elements, positive
 from fused_lw.bench import environment, tables, timing
 from fused_lw.bench.environment import Row
 from fused_lw.layout import ParamSpec, Policy, model_names, model_specs, plan
@@ -19,17 +19,18 @@ ROUNDS = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="NAME", help=", ".join(model_names()))
-    parser.add_argument("--dp", type=int, default=32, metavar="N", help="ranks that share a buffer (default: 32)")
-    parser.add_argument("--ep", type=int, default=1, metavar="E", help="expert-parallel ranks that divide the experts")
-    parser.add_argument("--bucket-size", type=int, metavar="S", help="elements a bucket holds at least (default: one)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"times that planning is timed (default: {ROUNDS})")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this JSON Lines file")
+    parser.add_argument("--dp", type=positive, default=32, metavar="N", help="ranks that share a buffer (default: 32)")
+    parser.add_argument("--ep", type=positive, default=1, metavar="E", help="expert-parallel ranks (default: 1)")
+    parser.add_argument("--bucket-size", type=elements, metavar="S", help="elements, like 400M (default: one bucket)")
+    parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"timings of each (default: {ROUNDS})")
+    environment.add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     about = environment.describe(torch.device("cpu"))
     rows: list[Row] = []
     try:
+        environment.check_json(args.json)
         for kind in ("dense", "expert"):
             specs = model_specs(args.model, ep=args.ep, kinds=(kind,))
             if specs:

@@ -83,6 +83,8 @@ def markdown(rows: Sequence[Row]) -> str:
             parts += ["| " + " | ".join(header) + " |", "|-" + "|-:" * (len(header) - 1) + "|"]
             parts += ["| " + " | ".join(line) + " |" for line in lines]
             parts.append("")
-        parts += [f"- {line}" for line in tables.verdicts(group)]
+        said = tables.verdicts(group)
+        parts += [f"{tables.COMPARED[0].upper()}{tables.COMPARED[1:]}\n"] if said else []
+        parts += [f"- {line}" for line in said]
         parts.append("")
     return "\n".join(parts)

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
+from fused_lw.arguments import positive
 from fused_lw.bench import environment, gate, tables, timing
 from fused_lw.bench.environment import Row
 from fused_lw.bench.peers import select
@@ -29,13 +31,14 @@ Shape = tuple[int, int]  # rows, columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="gpt2-124m", metavar="NAME", help=", ".join(model_names()))
+    names = ", ".join(model_names())
+    parser.add_argument("--model", default="gpt2-124m", metavar="NAME", help=f"gpt2-124m if not given, or: {names}")
     parser.add_argument("--ep", type=int, default=1, metavar="E", help="experts lie on E ranks: take one's share")
     parser.add_argument("--first", type=int, metavar="N", help="only so many matrices, from the first on")
     parser.add_argument("--scale-down", type=int, default=1, metavar="K", help="divide every dimension by this")
     environment.add_arguments(parser)
     parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, or those that start with it")
-    parser.add_argument("--rounds", type=int, help=f"steps that are timed of each (default: {ROUNDS})")
+    parser.add_argument("--rounds", type=positive, help=f"steps that are timed of each (default: {ROUNDS})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_MATRICES} matrices, {QUICK_ROUNDS} rounds")
 
 
@@ -78,7 +81,7 @@ def measure(shapes: Sequence[Shape], providers: Sequence[StepProvider], device: 
     right = updates(PlainMuon64, shapes, sampled, device)
     rows: dict[str, Row] = {}
     optimizers: dict[str, torch.optim.Optimizer] = {}
-    for provider in providers:
+    for provider in track(providers, "checking against float64", console=Console(stderr=True)):
         row: Row = {
             "benchmark": "step",
             "provider": provider.name,
@@ -101,7 +104,7 @@ def measure(shapes: Sequence[Shape], providers: Sequence[StepProvider], device: 
         else:
             row |= {"status": "wrong", "reason": reason}
     calls = {name: optimizer.step for name, optimizer in optimizers.items()}
-    taken = timing.interleave(calls, device, rounds) if calls else {}
+    taken = timing.interleave(calls, device, rounds, progress=True) if calls else {}
     by_name = {provider.name: provider for provider in providers}
     for name, samples in taken.items():
         rows[name] |= {"status": "measured", "rounds": rounds} | timing.fields(samples, device)

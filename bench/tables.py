@@ -13,6 +13,11 @@ from rich.table import Table
 from fused_lw.bench import gate
 from fused_lw.bench.environment import Row
 
+COMPARED = (
+    "compared within classes of error against float64 ("
+    + ", ".join(f"{name} up to {bound:g}" for name, bound in gate.BOUNDS.items())
+    + "), by the median of the ratios within each round:"
+)
 # Up to this much over the best peer a time counts as equal.
 TOLERANCE = 1.05
 
@@ -27,8 +32,7 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
         console.print(f"not measured: {reason}")
     said = verdicts(rows)
     if said:
-        classes = ", ".join(f"{name} up to {bound:g}" for name, bound in gate.BOUNDS.items())
-        console.print(f"compared within classes of error against float64 ({classes}), by the median of paired ratios:")
+        console.print(COMPARED)
     for line in said:
         console.print(f"- {line}")
 

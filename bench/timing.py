@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 # Written before every call, so that no operand is still in a cache: larger than any L2 or L3 that we know of.
 FLUSH_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
@@ -46,12 +48,14 @@ def paired_ratio(times: Sequence[float], to: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, to, strict=True))
 
 
-def interleave(calls: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, Samples]:
-    """Time every call once a round, in turn. They must be warm already."""
+def interleave(
+    calls: Mapping[str, Call], device: torch.device, rounds: int, progress: bool = False
+) -> dict[str, Samples]:
+    """Time every call once a round, in turn, with a bar on stderr if there is to be `progress`. They must be warm."""
     flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
     samples = {name: Samples([], []) for name in calls}
     names = list(calls)
-    for number in range(rounds):
+    for number in track(range(rounds), "rounds", console=Console(stderr=True), disable=not progress):
         # Another one goes first each round, so that none always follows the same.
         first = number % len(names)
         for name in (*names[first:], *names[:first]):

@@ -1,10 +1,29 @@
-"""Arguments of commands, tried before the work begins: devices that are there and files that can be written."""
+"""Arguments of commands, tried before the work begins: numbers, devices that are there, files that can be written."""
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 
 import torch
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on, for argparse."""
+    if not text.strip().isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def elements(text: str) -> int:
+    """A number of elements, written out or with K, M, G or B, for argparse."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGB]?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of elements such as 400000000 or 400M")
+    return int(float(match[1]) * _SUFFIXES[match[2].upper()])
 
 
 def usable_device(name: str) -> torch.device:

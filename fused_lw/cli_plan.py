@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import NamedTuple, get_args
 from rich.console import Console
 from rich.table import Table
 
-from fused_lw.arguments import check_writable
+from fused_lw.arguments import check_writable, elements
 from fused_lw.layout import (
     CostModel,
     CostTable,
@@ -39,8 +38,6 @@ A specs file lists parameters in forward order, sizes as one rank stores them:
 A cost table holds measured seconds of batched Newton-Schulz:
   {"rows": [{"shape": [1024, 4096], "batch": 8, "seconds": 0.0011}, ...]}
 """
-
-SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 
 
 class Buffer(NamedTuple):
@@ -69,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gtp", type=int, metavar="G", help="ranks over which rows of dense matrices lie (default: 1)")
     parser.add_argument(
         "--bucket-size",
-        type=_elements,
+        type=elements,
         metavar="S",
         help="elements a bucket holds at least, like 400M (default: one bucket)",
     )
@@ -118,13 +115,6 @@ def _outputs(args: argparse.Namespace, suffix: str) -> tuple[Path | None, Path |
         if path is not None:
             check_writable(path)
     return json_path, plot_path
-
-
-def _elements(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGB]?)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of elements such as 400000000 or 400M")
-    return int(float(match[1]) * SUFFIXES[match[2].upper()])
 
 
 def _cost(text: str) -> CostModel | CostTable:

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first", type=int, default=first, metavar="N", help=f"first step recorded (default: {first})")
     parser.add_argument("--steps", type=int, default=count, metavar="N", help=f"steps recorded (default: {count})")
     parser.add_argument("--out", type=Path, default=Path("profile"), metavar="FOLDER", help="default: profile")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the stages to this JSON Lines file")
+    environment.add_json_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command, and run nothing")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--table", type=Path, metavar="FOLDER", help="run nothing: the table of what ranks left there")
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     tool = args.tool or ("nsys" if torch.cuda.is_available() else "torch")
     try:
+        environment.check_json(args.json)
         if args.table is not None:
             return show(read(args.table), args.json)
         command = command_of(args)

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fused_lw.arguments import positive
 from fused_lw.kernels.configs import Kind, ProductConfig, save_tuned, tuned_path
 from fused_lw.kernels.device import architecture, explain_backend, resolve_backend
 from fused_lw.kernels.tuning import SHAPES, TUNABLE, Measurement, tune
@@ -16,7 +17,7 @@ from fused_lw.kernels.tuning import SHAPES, TUNABLE, Measurement, tune
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=TUNABLE, action="append", help="kernels to tune; all if left out")
-    parser.add_argument("--rounds", type=int, default=15, help="timings of each candidate (default: 15)")
+    parser.add_argument("--rounds", type=positive, default=15, help="timings of each candidate (default: 15)")
     parser.add_argument("--dry-run", action="store_true", help="measure, but leave the table as it is")
 
 

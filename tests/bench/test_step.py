@@ -106,4 +106,30 @@ def test_pack_and_layout_commands_write_rows(tmp_path):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     policies = {row["provider"]: row["imbalance"] for row in rows if row["benchmark"] == "layout"}
     assert policies["balanced"] <= policies["megatron"]
-    assert main(["bench", "layout", "--model", "gpt2-124m", "--dp", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ns", "--shapes", "8x8", "--rounds", "0"],
+        ["step", "--rounds", "-1"],
+        ["pack", "--shapes", "8x8", "--rounds", "0"],
+        ["layout", "--model", "gpt2-124m", "--rounds", "0"],
+        ["layout", "--model", "gpt2-124m", "--dp", "0"],
+        ["layout", "--model", "gpt2-124m", "--bucket-size", "many"],
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", *arguments])
+    assert exit_.value.code == 2
+    assert arguments[-2] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ns", "--shapes", "8x8"], ["step"], ["pack", "--shapes", "8x8"], ["layout", "--model", "gpt2-124m"]]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(arguments, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("fused_lw.bench.timing.interleave", None)
+    assert main(["bench", *arguments, "--json", str(tmp_path / "nowhere" / "rows.jsonl")]) == 2
+    assert "--json" in capsys.readouterr().err
