@@ -320,7 +320,7 @@ def _chunk_calls(X: Tensor, norm: InputNorm, rule: NSRule, scratch: Tensor) -> l
         # to for the last product to lie in X.
         begin, other = (X, Y) if passes(algorithm, rule.schedule, square_dtype) % 2 == 0 else (Y, X)
         stages, result = _program(begin, other, None, rule, arena, "torch")
-        calls: list[reference.Call] = [functools.partial(reference.normalize, X, norm, begin)]
+        calls: list[reference.Call] = [reference.normalization(X, norm, begin)]
     else:
         stages, result = _program(X, Y, norm, rule, arena, "torch")
         calls = []

@@ -52,17 +52,20 @@ def frobenius_norm(
     return norm
 
 
-def normalize(X: Tensor, norm: InputNorm, out: Tensor) -> None:
-    """out = sigma X, which may be X, of a norm without scale."""
+def normalization(X: Tensor, norm: InputNorm, out: Tensor) -> Call:
+    """What computes out = sigma X, which may be X, of a norm without scale."""
     assert norm.scale is None
-    divisor = norm.divisor()
-    if X.dtype == divisor.dtype:
-        torch.div(X, divisor.view(-1, 1, 1), out=out)
-    else:
+    if X.dtype == torch.float32:
+        return lambda: torch.div(X, norm.divisor().view(-1, 1, 1), out=out)
+    pairs = list(zip(X.unbind(), out.unbind(), strict=True))
+
+    def divide_each() -> None:
         # By a number each: of tensors of two dtypes torch's quotient is slow, and a divisor rounded to bf16 can leave
         # a norm above 1, where some schedules diverge.
-        for x, number, o in zip(X, divisor, out, strict=True):
+        for (x, o), number in zip(pairs, norm.divisor().unbind(), strict=True):
             torch.div(x, number, out=o)
+
+    return divide_each
 
 
 def _accumulates_in_float32(product: Symmetric | General) -> bool:
