@@ -20,7 +20,7 @@ bench ns --model gpt2-124m --scale-down 8 --rounds 25
 bench ns --model nemotron-3-nano --scale-down 4 --max-batch 4 --rounds 15
 bench pack --model gpt2-124m --max-batch 8
 bench step --model gpt2-124m --rounds 5
-bench step --model gpt2-124m --scale-down 8 --rounds 25
+bench step --model gpt2-124m --scale-down 8 --rounds 41
 bench step --model qwen3-8b --scale-down 8 --rounds 3
 # One layer at a quarter of its size, as a CPU without bf16 instructions steps it.
 export ONEDNN_MAX_CPU_ISA=AVX2
