@@ -50,9 +50,11 @@ def test_agrees_with_the_polynomial_in_float64(shape, algorithm):
 def test_triton_agrees_with_torch(shape, dtype, algorithm):
     X = torch.randn(shape)
     triton, oracle = (newton_schulz(X, dtype=dtype, algorithm=algorithm, backend=b) for b in ("triton", "torch"))
-    # Sums in another order can round a stored value the other way, and the iteration spreads that.
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}.get(dtype, 5e-3)
-    assert (triton - oracle).abs().max() <= tolerance * oracle.abs().max()
+    # Sums in another order can round a stored value the other way, and the iteration spreads that: all in all to less
+    # than a rounding of the dtype, and in single elements to a few.
+    tolerance = {torch.float32: 5e-6, torch.bfloat16: 1e-2}.get(dtype, 4e-3)
+    assert relative_error(triton, oracle) <= tolerance
+    assert (triton - oracle).abs().max() <= 3 * tolerance * oracle.abs().max()
 
 
 @pytest.mark.parametrize("name", ["jordan", "polar_express_gram", "deepseek_v4"])
