@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fused_lw.arguments import check_writable
+from fused_lw.arguments import check_writable, positive
 from fused_lw.kernels.device import cpu_has_bf16_units
 
 Row = dict[str, Any]
@@ -28,7 +28,7 @@ def default_device() -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of every benchmark that times something: where, on how many threads, and a file for the rows."""
     parser.add_argument("--device", default=default_device(), help="cpu, cuda or cuda:N (default: cuda if it is there)")
-    parser.add_argument("--threads", type=int, help="of a CPU (default: torch's)")
+    parser.add_argument("--threads", type=positive, help="of a CPU (default: torch's)")
     add_json_argument(parser)
 
 
@@ -48,12 +48,10 @@ def check_json(path: Path | None) -> None:
 def use(args: argparse.Namespace) -> torch.device:
     """The device of the command line, made torch's current one, with as many threads as asked for.
 
-    ValueError for a device that is not there, saying what is, for no threads, or a --json that cannot be written.
+    ValueError for a device that is not there, saying what is, or a --json that cannot be written.
     """
     check_json(args.json)
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
     return use_device(args.device)
 

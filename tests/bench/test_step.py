@@ -113,6 +113,7 @@ def test_pack_and_layout_commands_write_rows(tmp_path):
     [
         ["ns", "--shapes", "8x8", "--rounds", "0"],
         ["step", "--rounds", "-1"],
+        ["step", "--threads", "0"],
         ["pack", "--shapes", "8x8", "--rounds", "0"],
         ["layout", "--model", "gpt2-124m", "--rounds", "0"],
         ["layout", "--model", "gpt2-124m", "--dp", "0"],
